@@ -1,0 +1,1 @@
+"""How weights move, and how they move back."""

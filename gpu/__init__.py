@@ -1,0 +1,1 @@
+"""Facts about device and host, and the mechanism that moves weights."""

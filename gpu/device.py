@@ -1,0 +1,100 @@
+"""One protocol for the devices weights live on: CUDA, and an emulated one on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from residency.gpu.records import DeviceReading, LinkReading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReading:
+    """The allocator's figures in bytes; peaks since the last `reset_peaks`."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+
+
+class Device(Protocol):
+    """A pool of device memory under a cap, and the copies into and out of it.
+
+    Out of memory is `torch.OutOfMemoryError` on every device. Storages, not tensors, are moved, so that tied
+    weights move once and views keep their strides.
+    """
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that tensors on it report; an execution device is this attribute, never read off a weight."""
+
+    def reading(self) -> DeviceReading:
+        """Return what the device is and the cap in force. Read-only."""
+
+    def limit(self, cap_bytes: int) -> None:
+        """Cap the memory that may be taken from now on, this process's own only. Raises SettingsError if absurd."""
+
+    def memory(self) -> MemoryReading:
+        """Return the allocator's figures without waiting for the device. Read-only."""
+
+    def reset_peaks(self) -> None:
+        """Set both peaks to the current figures."""
+
+    def empty_cache(self) -> None:
+        """Give cached, unused device memory back."""
+
+    def synchronize(self) -> None:
+        """Block until the device has done all that was asked of it."""
+
+    def now_ns(self) -> int:
+        """Return the device's clock in ns: the wall clock on CUDA (synchronize first), a modelled one if emulated."""
+
+    def upload(self, source: torch.UntypedStorage, *, pinned: bool) -> torch.UntypedStorage:
+        """Return a device copy of a host storage. Raises torch.OutOfMemoryError; nothing is kept then."""
+
+    def download(
+        self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
+    ) -> torch.UntypedStorage:
+        """Return a host copy of a device storage (or fill `into`). Blocks until the copy ends."""
+
+    def claim_host(self, storage: torch.UntypedStorage) -> None:
+        """Declare a storage as host memory of a weight: kernels that touch it fail. Nothing to do on CUDA."""
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is in this device's pool. Read-only."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Enter around anything that computes: operands are checked and memory counted. Re-entrant, per thread."""
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Enter around weight bookkeeping by residency itself: nothing is checked or counted twice. Re-entrant."""
+
+    def pin(self, storage: torch.UntypedStorage) -> bool:
+        """Page-lock a touched host storage in place; False if the host refuses. A second call is a no-op."""
+
+    def unpin(self, storage: torch.UntypedStorage) -> None:
+        """Undo `pin`. A second call is a no-op."""
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Return the bytes copied by `upload` and by `download` since the device was made. Read-only."""
+
+    def measure_link(self) -> LinkReading:
+        """Measure the link by real copies (modelled if emulated); cached after the first call."""
+
+    def close(self) -> None:
+        """Stop checking and counting; caps of the allocator stay. A second call is a no-op."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that device memory ran out, by type or by the texts CUDA libraries use."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    markers = ("out of memory", "cublas_status_alloc_failed", "cudnn_status_alloc_failed")
+    return isinstance(error, RuntimeError) and any(marker in text for marker in markers)

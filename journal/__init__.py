@@ -1,0 +1,1 @@
+"""What happened, for ever: an append-only, hash-chained journal."""

@@ -1,0 +1,106 @@
+"""What a fold over events yields: the state of a stream, its epochs and its rounds, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenIntent:
+    """An effect in doubt: an intent without outcome. `undo` is true if it was to take an effect back."""
+
+    event_id: str
+    position: int
+    index: int
+    component: str
+    undo: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundView:
+    """One round of one epoch.
+
+    state: the last to_state. placement: digest of its plan's target, None before the plan.
+    previous: digest of the placement in force when it began. source: where the plan came from.
+    plan, outcome: payloads of its plan transition and of the transition that settled it, decoded.
+    *_at in ns since the Unix epoch. ended_at is None while it is in flight.
+    """
+
+    epoch: str
+    number: int
+    state: str
+    source: str | None
+    placement: str | None
+    previous: str | None
+    plan: Mapping[str, Any] | None
+    outcome: Mapping[str, Any] | None
+    num_intents: int
+    open_intents: tuple[OpenIntent, ...]
+    started_at: int
+    ended_at: int | None
+    first_position: int
+    last_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochView:
+    """One life of a worker.
+
+    state: of its machine. round: the round it is in or ended in. placement: digest of the one in force.
+    moving: whether effects of an unsettled round may have changed it. started: payload of epoch.started.
+    pinned, gated, serving, stopped, recovered, rollback_failed: payloads of those events, None without one.
+    """
+
+    epoch: str
+    rank: int
+    boot_id: str
+    pid: int
+    started_at: int
+    last_at: int
+    state: str
+    round: int
+    placement: str | None
+    moving: bool
+    started: Mapping[str, Any]
+    pinned: Mapping[str, Any] | None
+    gated: Mapping[str, Any] | None
+    serving: Mapping[str, Any] | None
+    serving_at: int | None
+    stopped: Mapping[str, Any] | None
+    recovered: Mapping[str, Any] | None
+    rollback_failed: Mapping[str, Any] | None
+    rounds: tuple[RoundView, ...]
+    first_position: int
+    last_position: int
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Part -> value of what must be equal for a placement to be reused."""
+        found = self.started.get("fingerprint", {})
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to be over: stopped in an orderly way, or closed by a later start."""
+        return self.stopped is not None or self.recovered is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamView:
+    """One stream, folded. Epochs oldest first."""
+
+    stream: str
+    epochs: tuple[EpochView, ...]
+    last_position: int
+
+    @property
+    def rounds(self) -> tuple[RoundView, ...]:
+        """All rounds of all epochs, oldest first."""
+        return tuple(one for epoch in self.epochs for one in epoch.rounds)
+
+    @property
+    def highest_round(self) -> int:
+        """The highest round number that the stream knows; 0 if none."""
+        return max((one.number for one in self.rounds), default=0)

@@ -1,0 +1,3 @@
+"""Reversible, journaled weight residency for GPU inference workers."""
+
+from __future__ import annotations
