@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import msgspec
+
+from residency.errors import JournalCorrupt
+
 
 class EventType(Enum):
     """Every kind of event. The value is the journal's spelling."""
@@ -67,3 +71,22 @@ class Event:
     payload: bytes
     previous_hash: bytes
     hash: bytes
+
+
+def payload(event: Event) -> dict[str, Any]:
+    """Return the event's payload, decoded.
+
+    Raises:
+        JournalCorrupt: it is not a JSON object, so the journal was damaged.
+    """
+    try:
+        found = msgspec.json.decode(event.payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = error
+    if isinstance(found, dict):
+        return found
+    raise JournalCorrupt(
+        journal=f"event {event.position}",
+        problem=f"the payload is not a JSON object ({found})",
+        remedy="see 'residency verify'",
+    )

@@ -1,0 +1,97 @@
+"""The SQLAlchemy engine of a writer: one connection, durable settings, and transactions that begin IMMEDIATE."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Engine, column, create_engine, event, table
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
+
+from residency.errors import JournalError
+from residency.journal.schema import CREATE, EVENT_COLUMNS
+from residency.journal.sqlite import connect, driver
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sqlalchemy.engine import Connection
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+log = logging.getLogger(__name__)
+
+EVENTS = table("events", *(column(name) for name in EVENT_COLUMNS))
+BLOBS = table("blobs", column("digest"), column("content"))
+META = table("meta", column("key"), column("value"))
+
+# PRAGMA synchronous: FULL is what keeps an acknowledged commit through a power loss in WAL mode.
+_FULL = 2
+
+
+def make_engine(path: Path, *, wait_s: float) -> Engine:
+    """Return an engine on an existing file. Connects on use; each connection is durable and checked to be.
+
+    Every transaction is BEGIN IMMEDIATE: a transaction that reads before it writes would otherwise fail at the write
+    when another writer came between, without waiting.
+    """
+    engine = create_engine(
+        "sqlite+pysqlite://",
+        module=driver,
+        creator=lambda: connect(path, mode="rw", wait_s=wait_s),
+        # One connection, held by the journal; a pool would only keep others open.
+        poolclass=NullPool,
+    )
+
+    def on_connect(connection: DBAPIConnection, _record: ConnectionPoolEntry) -> None:
+        cursor = connection.cursor()
+        try:
+            for pragma in (
+                "synchronous = FULL",
+                "foreign_keys = ON",
+                "recursive_triggers = ON",  # INSERT OR REPLACE meets the delete trigger
+            ):
+                cursor.execute(f"PRAGMA {pragma}")
+            # A build may have another default, and a misspelt pragma is no error.
+            cursor.execute("PRAGMA synchronous")
+            found = cursor.fetchone()
+        finally:
+            cursor.close()
+        if found is None or found[0] != _FULL:
+            raise JournalError(
+                journal=str(path),
+                problem=f"SQLite does not write durably (synchronous is {found}, not {_FULL})",
+                remedy="install the package pysqlite3",
+            )
+
+    def on_begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)
+    return engine
+
+
+def create_tables(connection: Connection, meta: dict[str, str]) -> None:
+    """Make an empty file a journal, in one transaction.
+
+    The file changes to WAL only afterwards (use_wal), so that its own header says that it is ours from the first
+    commit on; in a WAL the header would stay empty until a checkpoint.
+    """
+    with connection.begin():
+        for statement in CREATE:
+            connection.exec_driver_sql(statement)
+        connection.execute(META.insert(), [{"key": key, "value": value} for key, value in meta.items()])
+
+
+def use_wal(connection: Connection, path: Path) -> None:
+    """Put the file into WAL mode, so that readers never hold up a writer. A second call changes nothing."""
+    raw = connection.connection
+    cursor = raw.cursor()
+    try:
+        cursor.execute("PRAGMA journal_mode = WAL")
+        found = cursor.fetchone()
+    finally:
+        cursor.close()
+    if found is None or found[0] != "wal":
+        # No shared memory there (a network file system). As durable, slower, and readers wait for writers.
+        log.warning("journal %s: SQLite cannot use a WAL there (it uses %s); move it to a local disk", path, found)

@@ -1,0 +1,112 @@
+"""The head witness: a small file beside the journal that says how far it had come, so that a lost tail is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from residency.journal.location import head_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+HEAD_FORMAT = 1
+
+# In the names of witnesses that were set aside, because the journal did not bear them out.
+CONTRADICTED = "contradicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamHead:
+    """The last witnessed event of a stream. hash is in hex."""
+
+    position: int
+    stream_version: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """How far the journal had come. It may lag the journal, never lead it."""
+
+    journal_id: str
+    position: int
+    streams: dict[str, StreamHead] = field(default_factory=dict)
+    format: int = HEAD_FORMAT
+
+
+class HeadUnreadable(ValueError):
+    """Raised when the witness is there and cannot be read as one."""
+
+
+def read_head(journal: Path) -> Head | None:
+    """Return the witness of a journal, None if there is none. Read-only.
+
+    Raises:
+        HeadUnreadable: it is damaged, or cannot be read.
+    """
+    try:
+        return msgspec.json.decode(head_path(journal).read_bytes(), type=Head)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HeadUnreadable(str(error)) from error
+
+
+def write_head(journal: Path, head: Head) -> None:
+    """Replace the witness in one step: after a crash it is the old one or the new one. Blocks until it is on disk.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    path = head_path(journal)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(head, order="sorted"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def contradictions(head: Head, *, journal_id: str, hash_at: Callable[[str, int], bytes | None]) -> tuple[str, ...]:
+    """Return what the witness knows and the journal does not bear out; empty if they agree. Read-only.
+
+    hash_at: the hash of a stream's event by stream_version, None if the journal has no such event.
+    """
+    if head.journal_id != journal_id:
+        return (f"the head witness is of journal {head.journal_id}, this is {journal_id}",)
+    found = []
+    for stream, known in sorted(head.streams.items()):
+        there = hash_at(stream, known.stream_version)
+        if there is None:
+            found.append(
+                f"stream {stream!r} lost its tail: the head witness saw event {known.stream_version} of it "
+                f"at position {known.position}, and the journal has none"
+            )
+        elif there.hex() != known.hash:
+            found.append(
+                f"event {known.stream_version} of stream {stream!r} is not the one that the head witness saw "
+                f"at position {known.position}"
+            )
+    return tuple(found)
+
+
+def heads_set_aside(path: Path) -> tuple[Path, ...]:
+    """Return the head witnesses that contradicted this journal, oldest first. Read-only."""
+    start = f"{head_path(path).name}.{CONTRADICTED}-"
+    try:
+        names = sorted(os.listdir(path.parent))
+    except OSError:
+        return ()
+    return tuple(path.with_name(name) for name in names if name.startswith(start) and not name.endswith("-wal"))

@@ -1,0 +1,102 @@
+"""Appends, reopens, second writers, crashes and reads by turns, against a list that stands for the journal."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from residency.errors import JournalError
+from residency.journal.events import Draft, Event, EventType
+from residency.journal.reader import JournalReader
+from residency.journal.store import Journal
+from residency.journal.verify import verify
+
+
+class JournalMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="residency-test-"))
+        self.written: list[Event] = []
+        self.writers: list[Journal] = []
+        self.number = 0
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.number}" / "journal.db"
+
+    @initialize()
+    def begin(self) -> None:
+        self.writers.append(Journal.open(self.path))
+
+    @precondition(lambda self: len(self.writers) < 3)
+    @rule()
+    def open_another_writer(self) -> None:
+        self.writers.append(Journal.open(self.path))
+
+    @precondition(lambda self: self.writers)
+    @rule(which=st.integers(0, 2))
+    def close_a_writer(self, which: int) -> None:
+        self.writers.pop(which % len(self.writers)).close()
+
+    @precondition(lambda self: self.writers)
+    @rule(
+        which=st.integers(0, 2),
+        stream=st.sampled_from(["a", "b", "ü \x00 '"]),
+        payloads=st.lists(
+            st.dictionaries(st.text(max_size=5), st.one_of(st.integers(-(2**63), 2**63), st.text())), max_size=3
+        ),
+        blobs=st.lists(st.binary(max_size=8), max_size=2),
+        witness=st.booleans(),
+    )
+    def append(
+        self, which: int, stream: str, payloads: list[dict[str, int | str]], blobs: list[bytes], witness: bool
+    ) -> None:
+        drafts = [
+            Draft(type=EventType.MEASURED, round=1, payload=dict(payload), blobs=tuple(blobs)) for payload in payloads
+        ]
+        writer = self.writers[which % len(self.writers)]
+        self.written += writer.append(drafts, stream=stream, epoch="e", witness=witness)
+
+    @precondition(lambda self: self.writers)
+    @rule(which=st.integers(0, 2))
+    def append_what_cannot_be_written(self, which: int) -> None:
+        good, bad = Draft(type=EventType.MEASURED, round=1), Draft(type=EventType.MEASURED, round=-1)
+        try:
+            self.writers[which % len(self.writers)].append([good, bad], stream="a", epoch="e")
+        except JournalError:
+            return
+        raise AssertionError("a round below zero was written")
+
+    @rule()
+    def crash(self) -> None:
+        """What is on disk now is what a killed process leaves: it becomes the journal."""
+        before = self.path.parent
+        self.number += 1
+        shutil.copytree(before, self.path.parent, ignore=shutil.ignore_patterns("*-shm"))
+        for writer in self.writers:
+            writer.close()
+        self.writers = []
+
+    @invariant()
+    def reads_as_written(self) -> None:
+        if not self.path.exists():
+            return
+        with JournalReader.open(self.path) as reader:
+            assert list(reader.events()) == self.written
+            assert [finding for finding in verify(reader) if not finding.is_note] == []
+
+    def teardown(self) -> None:
+        for writer in self.writers:
+            writer.close()
+        shutil.rmtree(self.folder)
+
+
+TestJournal = JournalMachine.TestCase
+TestJournal.settings = settings(
+    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
