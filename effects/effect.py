@@ -14,6 +14,7 @@ class Effect(Protocol):
     @property
     def spec(self) -> EffectSpec:
         """What it will do, as a value."""
+        ...
 
     def check(self) -> None:
         """Raise if it cannot be applied now. Moves nothing."""

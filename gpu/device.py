@@ -33,15 +33,18 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """The device that tensors on it report; an execution device is this attribute, never read off a weight."""
+        ...
 
     def reading(self) -> DeviceReading:
         """Return what the device is and the cap in force. Read-only."""
+        ...
 
     def limit(self, cap_bytes: int) -> None:
         """Cap the memory that may be taken from now on, this process's own only. Raises SettingsError if absurd."""
 
     def memory(self) -> MemoryReading:
         """Return the allocator's figures without waiting for the device. Read-only."""
+        ...
 
     def reset_peaks(self) -> None:
         """Set both peaks to the current figures."""
@@ -54,38 +57,55 @@ class Device(Protocol):
 
     def now_ns(self) -> int:
         """Return the device's clock in ns: the wall clock on CUDA (synchronize first), a modelled one if emulated."""
+        ...
 
     def upload(self, source: torch.UntypedStorage, *, pinned: bool) -> torch.UntypedStorage:
         """Return a device copy of a host storage. Raises torch.OutOfMemoryError; nothing is kept then."""
+        ...
 
     def download(
         self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
     ) -> torch.UntypedStorage:
         """Return a host copy of a device storage (or fill `into`). Blocks until the copy ends."""
+        ...
 
     def claim_host(self, storage: torch.UntypedStorage) -> None:
         """Declare a storage as host memory of a weight: kernels that touch it fail. Nothing to do on CUDA."""
 
+    def unclaim_host(self, storage: torch.UntypedStorage) -> None:
+        """Undo `claim_host`: the storage is no weight of residency's any more. A second call is a no-op."""
+        ...
+
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage is in this device's pool. Read-only."""
+        ...
 
     def running(self) -> AbstractContextManager[None]:
         """Enter around anything that computes: operands are checked and memory counted. Re-entrant, per thread."""
+        ...
+
+    def guard(self) -> None:
+        """Let kernels on host weights fail on this thread outside `running`, too. Nothing to do on CUDA."""
+        ...
 
     def moving(self) -> AbstractContextManager[None]:
         """Enter around weight bookkeeping by residency itself: nothing is checked or counted twice. Re-entrant."""
+        ...
 
     def pin(self, storage: torch.UntypedStorage) -> bool:
         """Page-lock a touched host storage in place; False if the host refuses. A second call is a no-op."""
+        ...
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
         """Undo `pin`. A second call is a no-op."""
 
     def moved_bytes(self) -> tuple[int, int]:
         """Return the bytes copied by `upload` and by `download` since the device was made. Read-only."""
+        ...
 
     def measure_link(self) -> LinkReading:
         """Measure the link by real copies (modelled if emulated); cached after the first call."""
+        ...
 
     def close(self) -> None:
         """Stop checking and counting; caps of the allocator stay. A second call is a no-op."""

@@ -1,0 +1,266 @@
+"""One component of a pipeline: where its weights are, and how they come and go around its use."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from residency.errors import ModeUnavailable, PipelineBusy
+from residency.gpu.hooks import Call, MethodHook
+from residency.gpu.inventory import named_weights, storage_bytes, weights_digest
+from residency.gpu.layers import find_layer_groups, modules_outside
+from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
+from residency.gpu.specs import ComponentSpec, LayerGroupSpec
+from residency.gpu.storage import HostStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from residency.gpu.device import Device
+
+# What may be called on a component beside `forward`; calling one counts as use.
+ENTRY_POINTS = (
+    "forward",
+    "encode",
+    "decode",
+    "tiled_encode",
+    "tiled_decode",
+    "generate",
+    "encode_image",
+    "encode_text",
+    "encode_prompt",
+    "get_image_features",
+    "get_text_features",
+)
+
+
+class _Layer:
+    """One layer of a group: its store, and who is inside it right now."""
+
+    def __init__(self, module: nn.Module, device: Device) -> None:
+        self.module = module
+        self.store = HostStore(lambda: module.modules(), device)
+        self.users: set[Call] = set()
+        self.is_streamed = False
+        self.num_uses = 0
+        self.is_counting = False
+        self.hook = MethodHook(module, "forward", before=self._enter, after=self._leave)
+
+    def sync_hook(self) -> None:
+        """Have the hook exactly while it is needed."""
+        if self.is_streamed or self.is_counting:
+            self.hook.install()
+        else:
+            self.hook.remove()
+
+    def _enter(self, call: Call) -> None:
+        if not self.users:
+            self.num_uses += 1
+        self.users.add(call)
+        if self.is_streamed and not self.store.on_device:
+            self.store.onload()
+
+    def _leave(self, call: Call) -> None:
+        self.users.discard(call)
+        if self.is_streamed and not self.users:
+            self.store.offload()
+
+
+class ManagedComponent:
+    """A module whose weights residency places. One with a `fixed_reason` is only described, never touched."""
+
+    def __init__(self, name: str, module: nn.Module, device: Device, *, fixed_reason: str | None = None) -> None:
+        self.name, self.module, self._device, self.fixed_reason = name, module, device, fixed_reason
+        self.users: set[Call] = set()
+        self.entry_points = tuple(point for point in ENTRY_POINTS if _is_method(module, point))
+        self._groups: dict[str, tuple[_Layer, ...]] = {}
+        self.placement = RESIDENT
+        self._is_settled = True
+        if fixed_reason is not None:
+            return
+        groups = find_layer_groups(module)
+        for group, layers in groups.items():
+            self._groups[group] = tuple(_Layer(layer, device) for layer in layers)
+        inner = [layer for layers in groups.values() for layer in layers]
+        self._outside = HostStore(lambda: modules_outside(module, inner), device)
+        self.was_on_device = all(store.on_device or not store.num_bytes for store in self._stores())
+        if not self.was_on_device:
+            self.placement = ComponentPlacement(mode=Mode.COMPONENT_OFFLOAD, tier=HostTier.PAGEABLE)
+            # Found with a part of it on the device: the first move puts that right.
+            self._is_settled = all(store.is_idle for store in self._stores())
+
+    @property
+    def spec(self) -> ComponentSpec:
+        """Describe it as it is now. Read-only."""
+        fixed = self.fixed_reason is not None
+        modes = [Mode.RESIDENT] if fixed else [Mode.RESIDENT, Mode.COMPONENT_OFFLOAD]
+        if self._groups:
+            modes.append(Mode.LAYERWISE_OFFLOAD)
+        return ComponentSpec(
+            name=self.name,
+            class_name=type(self.module).__name__,
+            total_bytes=_fixed_bytes(self.module) if fixed else sum(store.num_bytes for store in self._stores()),
+            groups=tuple(
+                LayerGroupSpec(name=name, layer_bytes=tuple(layer.store.num_bytes for layer in layers))
+                for name, layers in self._groups.items()
+            ),
+            modes=tuple(modes),
+            fixed_reason=self.fixed_reason,
+            weights_digest=weights_digest(self.module),
+            entry_points=self.entry_points,
+        )
+
+    @property
+    def num_hooks(self) -> int:
+        """Layer hooks installed now."""
+        return sum(layer.hook.is_installed for layer in self._layers())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of its host copies."""
+        return sum(store.host_bytes for store in self._stores())
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of its host copies that are page-locked."""
+        return sum(store.pinned_bytes for store in self._stores())
+
+    def check(self, target: ComponentPlacement) -> None:
+        """Raise ModeUnavailable if it cannot take this placement. Moves nothing."""
+        problem = self._problem(target)
+        if problem is not None:
+            modes = tuple(mode.value for mode in self.spec.modes)
+            raise ModeUnavailable(component=self.name, mode=target.mode.value, reason=problem, possible=modes)
+
+    def place(self, target: ComponentPlacement) -> None:
+        """Move to another placement; on any exception what was before is in force again, and it is raised.
+
+        Raises ModeUnavailable, PipelineBusy while it runs, torch.OutOfMemoryError, MemoryError if the host refuses.
+        """
+        self.check(target)
+        if self.users:
+            raise PipelineBusy(holder=f"a call of component {self.name!r}", waited_s=0.0)
+        if self.fixed_reason is not None or (target == self.placement and self._is_settled):
+            return
+        self._is_settled = False  # If going back fails, too, the same call may be made again.
+        try:
+            self._settle(target)
+            self.placement = target
+        except BaseException:
+            self._settle(self.placement)
+            self._is_settled = True
+            raise
+        self._is_settled = True
+
+    def load(self) -> None:
+        """Before use: bring what the mode keeps on the host between uses. A second call is a no-op."""
+        if self.placement.mode is Mode.COMPONENT_OFFLOAD and self.fixed_reason is None:
+            for store in self._stores():
+                if not store.on_device:
+                    store.onload()
+
+    def evict(self) -> None:
+        """After use: take what the mode keeps on the host back there. A second call, or one while in use: no-op."""
+        if self.fixed_reason is not None or self.users:
+            return
+        for store in self._away():
+            if not store.is_idle:
+                store.offload()
+
+    def release_host(self) -> None:
+        """Give up the host copies of weights that stay on the device under this placement."""
+        if self.fixed_reason is None:
+            away = {id(store) for store in self._away()}
+            for store in self._stores():
+                if id(store) not in away:
+                    store.release_host()
+
+    def restore(self) -> None:
+        """Go back to where the weights were found, without hooks and pins, for good."""
+        if self.fixed_reason is None:
+            home = ComponentPlacement(mode=Mode.COMPONENT_OFFLOAD, tier=HostTier.PAGEABLE)
+            self.place(RESIDENT if self.was_on_device else home)
+            for store in self._stores():
+                store.let_go()
+
+    @contextmanager
+    def counting_layers(self) -> Iterator[dict[str, tuple[_Layer, ...]]]:
+        """Count the uses of every layer while inside; what is yielded has them per group as `num_uses`."""
+        try:
+            for layer in self._layers():
+                layer.num_uses, layer.is_counting = 0, True
+                layer.sync_hook()
+            yield self._groups
+        finally:
+            for layer in self._layers():
+                layer.is_counting = False
+                layer.sync_hook()
+
+    def _problem(self, target: ComponentPlacement) -> str | None:
+        if self.fixed_reason is not None:
+            return None if target == self.placement else self.fixed_reason
+        if target.tier is HostTier.MAPPED:
+            return "host copies that stay in the checkpoint file are not supported"
+        if target.mode is Mode.LAYERWISE_OFFLOAD and not self._groups:
+            return "it has no repeated layers that could be streamed"
+        for group, indices in target.resident_layers.items():
+            layers = self._groups.get(group, ())
+            if any(index not in range(len(layers)) for index in indices):
+                return f"layer group {group!r} has {len(layers)} layers, resident ones are given as {indices!r}"
+        return None
+
+    def _settle(self, target: ComponentPlacement) -> None:
+        """Bring weights, pins and hooks to a placement: releases first, then growth. Safe to repeat."""
+        away = self._away(target)
+        ids = {id(store) for store in away}
+        staying = [store for store in self._stores() if id(store) not in ids]
+        is_pinned = target.tier is HostTier.PINNED
+        for store in staying if is_pinned else self._stores():
+            store.unpin()
+        # Before anything leaves: a copy that has to be made is made in place, and a refusal has moved nothing.
+        for store in away if is_pinned else ():
+            store.pin()
+        for store in away:
+            store.offload()
+        for store in staying:
+            store.onload()
+        streamed = ids if target.mode is Mode.LAYERWISE_OFFLOAD else set()
+        for layer in self._layers():
+            layer.is_streamed = id(layer.store) in streamed
+            layer.sync_hook()
+
+    def _away(self, placement: ComponentPlacement | None = None) -> list[HostStore]:
+        """Return the stores that are on the host between uses."""
+        placement = placement or self.placement
+        if placement.mode is Mode.RESIDENT:
+            return []
+        if placement.mode is Mode.COMPONENT_OFFLOAD:
+            return self._stores()
+        return [
+            layer.store
+            for group, layers in self._groups.items()
+            for index, layer in enumerate(layers)
+            if index not in placement.resident_layers.get(group, ())
+        ]
+
+    def _layers(self) -> list[_Layer]:
+        return [layer for layers in self._groups.values() for layer in layers]
+
+    def _stores(self) -> list[HostStore]:
+        return [] if self.fixed_reason is not None else [self._outside, *(layer.store for layer in self._layers())]
+
+
+def _is_method(module: nn.Module, name: str) -> bool:
+    found = getattr(module, name, None)
+    return callable(found) and not isinstance(found, nn.Module)
+
+
+def _fixed_bytes(module: nn.Module) -> int:
+    """Best figure for weights that cannot be looked into."""
+    plain = {id(tensor): tensor for _, tensor in named_weights(module)}
+    try:
+        return sum(storage_bytes(plain.values()).values())
+    except (RuntimeError, NotImplementedError):
+        return sum(tensor.numel() * tensor.element_size() for tensor in plain.values())

@@ -1,0 +1,317 @@
+"""The CUDA device: torch's allocator under a cap, page-locked host memory, and copies over the link."""
+
+from __future__ import annotations
+
+import logging
+import re
+import statistics
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, SupportsInt, cast
+
+import torch
+
+from residency.gpu.device import MemoryReading
+from residency.gpu.host_memory import allocate
+from residency.gpu.limits import check_cap, check_same_size
+from residency.gpu.records import DeviceReading, LinkReading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+log = logging.getLogger(__name__)
+
+# One registration of 512 GiB or more fails on some drivers; a chunk well below that costs nothing.
+PIN_CHUNK_BYTES = 64 * 2**30
+LINK_COPY_BYTES = 256 * 2**20  # Long enough that the launch of a copy does not count.
+LINK_COPY_BYTES_MIN = 2**20
+LINK_COPIES = 3
+DRAIN_ATTEMPTS_MAX = 3
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+class _CudaRuntime(Protocol):
+    """What is used of the CUDA runtime that torch itself has loaded; both return an error number, 0 for success."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> SupportsInt: ...
+
+    def cudaHostUnregister(self, address: int) -> SupportsInt: ...
+
+
+class CudaDevice:
+    """One CUDA device through torch. Streams: everything runs on the caller's current stream.
+
+    Storages that are pinned are kept alive until they are unpinned, because memory must never be unmapped while it
+    is registered with the driver.
+    """
+
+    def __init__(self, index: int = 0, *, cap_bytes: int | None = None, allocator_settings: str = "") -> None:
+        self._device = torch.device("cuda", index)
+        self.allocator_settings = allocator_settings
+        _, self._total_bytes = torch.cuda.mem_get_info(self._device)
+        self._cap_bytes = self._total_bytes
+        self._lock = threading.Lock()
+        # Address -> the storage, and the addresses registered for it (none if torch itself had pinned it).
+        self._pinned: dict[int, tuple[torch.UntypedStorage, list[int]]] = {}
+        self._to_device_bytes = 0
+        self._to_host_bytes = 0
+        self._link_lock = threading.Lock()
+        self._link: LinkReading | None = None
+        if cap_bytes is not None:
+            self.limit(cap_bytes)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The CUDA device with its index."""
+        return self._device
+
+    def reading(self) -> DeviceReading:
+        """Return what the device is and the cap in force. Read-only."""
+        return DeviceReading(
+            kind="cuda",
+            name=torch.cuda.get_device_name(self._device),
+            index=self._device.index,
+            total_bytes=self._total_bytes,
+            cap_bytes=self._cap_bytes,
+            driver=driver_version(),
+            torch_version=str(torch.__version__),
+            allocator_settings=self.allocator_settings,
+        )
+
+    def limit(self, cap_bytes: int) -> None:
+        """Cap what this process's torch allocator may reserve from now on; the CUDA context is not in it.
+
+        Raises SettingsError if the cap is not within the device's memory.
+        """
+        check_cap(cap_bytes, total_bytes=self._total_bytes)
+        torch.cuda.set_per_process_memory_fraction(cap_bytes / self._total_bytes, self._device)
+        self._cap_bytes = cap_bytes
+
+    def memory(self) -> MemoryReading:
+        """Return the allocator's figures without waiting for the device. Read-only."""
+        return MemoryReading(
+            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            reserved_bytes=torch.cuda.memory_reserved(self._device),
+            allocated_peak_bytes=torch.cuda.max_memory_allocated(self._device),
+            reserved_peak_bytes=torch.cuda.max_memory_reserved(self._device),
+        )
+
+    def reset_peaks(self) -> None:
+        """Set both peaks to the current figures."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def empty_cache(self) -> None:
+        """Give cached, unused device memory back."""
+        torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """Block until the device has done all that was asked of it."""
+        torch.cuda.synchronize(self._device)
+
+    def now_ns(self) -> int:
+        """Return the host's monotonic clock in ns; it means the device's only after `synchronize`."""
+        return time.perf_counter_ns()
+
+    def upload(self, source: torch.UntypedStorage, *, pinned: bool) -> torch.UntypedStorage:
+        """Return a device copy of a host storage, in the order of the current stream.
+
+        From pinned memory it returns before the copy ends, so `source` must live and stay unchanged until then.
+        Raises torch.OutOfMemoryError; nothing is kept then.
+        """
+        nbytes = source.nbytes()
+        with self.moving(), torch.cuda.device(self._device):
+            target = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            target.copy_(_as_bytes(source), non_blocking=pinned)
+        with self._lock:
+            self._to_device_bytes += nbytes
+        return target.untyped_storage()
+
+    def download(
+        self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
+    ) -> torch.UntypedStorage:
+        """Return a host copy of a device storage (or fill `into`), after the work of the current stream.
+
+        Blocks until the copy ends. Raises ValueError if `into` has another size.
+        """
+        nbytes = source.nbytes()
+        check_same_size(source, into)
+        with self.moving(), torch.cuda.device(self._device):
+            target = torch.empty(nbytes, dtype=torch.uint8) if into is None else _as_bytes(into)
+            target.copy_(_as_bytes(source), non_blocking=False)
+        with self._lock:
+            self._to_host_bytes += nbytes
+        return target.untyped_storage() if into is None else into
+
+    def claim_host(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing: torch itself refuses kernels on host weights."""
+
+    def unclaim_host(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing, as `claim_host` did."""
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is in this device's memory. Read-only."""
+        return storage.device == self._device
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: torch checks operands and counts memory itself."""
+        return nullcontext()
+
+    def guard(self) -> None:
+        """Do nothing: torch itself refuses kernels on host weights, on every thread."""
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Enter around weight bookkeeping. Re-entrant, per thread.
+
+        Gradients and inference mode are off inside, so that tensors made here can be used under either.
+        """
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
+
+    def pin(self, storage: torch.UntypedStorage) -> bool:
+        """Page-lock a host storage in place and keep it alive; False if the host refuses. Idempotent.
+
+        Touch the memory first: the driver registers present pages ten times as fast.
+        """
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        with self._lock:
+            if not nbytes or address in self._pinned:
+                return True
+            if storage.is_pinned():
+                self._pinned[address] = (storage, [])
+                return True
+            registered: list[int] = []
+            for start in range(address, address + nbytes, PIN_CHUNK_BYTES):
+                chunk_bytes = min(PIN_CHUNK_BYTES, address + nbytes - start)
+                error = int(_runtime().cudaHostRegister(start, chunk_bytes, 0))
+                if error:
+                    log.warning("the host refuses to pin %d bytes (CUDA error %d); they stay pageable", nbytes, error)
+                    self._unregister(registered)
+                    self._drain_errors()
+                    return False
+                registered.append(start)
+            self._pinned[address] = (storage, registered)
+            return True
+
+    def unpin(self, storage: torch.UntypedStorage) -> None:
+        """Undo `pin`, after the copies from it have ended. A second call is a no-op."""
+        with self._lock:
+            _, registered = self._pinned.pop(storage.data_ptr(), (storage, []))
+            if registered:
+                self.synchronize()
+                self._unregister(registered)
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Return the bytes copied by `upload` and by `download` since the device was made. Read-only."""
+        with self._lock:
+            return self._to_device_bytes, self._to_host_bytes
+
+    def measure_link(self) -> LinkReading:
+        """Measure the link by real copies, each direction, pinned and pageable; cached after the first call.
+
+        The copies are smaller if the cap leaves little room. Raises torch.OutOfMemoryError if it leaves none.
+        """
+        with self._link_lock:
+            if self._link is None:
+                self._link = self._measure_link()
+            return self._link
+
+    def close(self) -> None:
+        """Unpin everything. Caps of the allocator stay. A second call is a no-op."""
+        with self._lock:
+            storages = [storage for storage, _ in self._pinned.values()]
+        for storage in storages:
+            self.unpin(storage)
+
+    def _measure_link(self) -> LinkReading:
+        with self.moving(), torch.cuda.device(self._device):
+            reading = self._time_copies(self._link_buffer())
+        self.empty_cache()
+        return reading
+
+    def _time_copies(self, on_device: torch.Tensor) -> LinkReading:
+        nbytes = on_device.numel()
+        storage = allocate(nbytes)
+        on_host = _as_bytes(storage)
+        on_host.fill_(1)  # Untouched pages would be faulted in by the copy that is timed.
+        to_device_pageable = self._copy_speed(lambda: on_device.copy_(on_host, non_blocking=False), nbytes)
+        to_host_pageable = self._copy_speed(lambda: on_host.copy_(on_device, non_blocking=False), nbytes)
+        to_device_pinned, to_host_pinned = to_device_pageable, to_host_pageable
+        if self.pin(storage):
+            try:
+                to_device_pinned = self._copy_speed(lambda: on_device.copy_(on_host, non_blocking=True), nbytes)
+                to_host_pinned = self._copy_speed(lambda: on_host.copy_(on_device, non_blocking=True), nbytes)
+            finally:
+                self.unpin(storage)
+        return LinkReading(
+            to_device_pinned=to_device_pinned,
+            to_device_pageable=to_device_pageable,
+            to_host_pinned=to_host_pinned,
+            to_host_pageable=to_host_pageable,
+        )
+
+    def _link_buffer(self) -> torch.Tensor:
+        nbytes = LINK_COPY_BYTES
+        while True:
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError:
+                if nbytes <= LINK_COPY_BYTES_MIN:
+                    raise
+                nbytes //= 2
+
+    def _copy_speed(self, copy: Callable[[], object], nbytes: int) -> float:
+        """Return the median speed in bytes/s, after one copy that does not count."""
+        durations_ns = []
+        for _ in range(LINK_COPIES + 1):
+            self.synchronize()
+            started_ns = time.perf_counter_ns()
+            copy()
+            self.synchronize()
+            durations_ns.append(max(1, time.perf_counter_ns() - started_ns))
+        return nbytes * 1e9 / statistics.median(durations_ns[1:])
+
+    def _unregister(self, addresses: list[int]) -> None:
+        for address in addresses:
+            error = int(_runtime().cudaHostUnregister(address))
+            if error:
+                log.warning("unpinning failed with CUDA error %d", error)
+                self._drain_errors()
+
+    def _drain_errors(self) -> None:
+        # A failed registration leaves an error behind that torch would report at its next, innocent kernel launch.
+        # torch offers no call that clears it, but a launch of our own reports it, and that clears it.
+        for _ in range(DRAIN_ATTEMPTS_MAX):
+            try:
+                torch.zeros(1, device=self._device)
+                self.synchronize()
+            except torch.OutOfMemoryError:
+                return
+            except RuntimeError:
+                continue
+            return
+
+
+def driver_version() -> str:
+    """Return the version of the NVIDIA kernel driver, else that of its CUDA interface, else 'unknown'. Read-only."""
+    try:
+        text = _DRIVER_FILE.read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text)
+    if found:
+        return found.group(1)
+    interface = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return f"cuda {interface()}" if interface is not None else "unknown"
+
+
+def _runtime() -> _CudaRuntime:
+    return cast("_CudaRuntime", torch.cuda.cudart())  # type: ignore[no-untyped-call]
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the whole storage as a tensor of bytes; shares memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

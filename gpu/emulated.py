@@ -1,0 +1,249 @@
+"""The emulated device: two pools in CPU memory, an exact ledger, a cap, and a modelled clock."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from residency.gpu.clock import ModelledClock, ModelledSpeeds
+from residency.gpu.device import MemoryReading
+from residency.gpu.kernels import KernelGuard
+from residency.gpu.ledger import StorageLedger
+from residency.gpu.limits import check_cap, check_same_size
+from residency.gpu.records import DeviceReading, LinkReading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Larger than any single card, so that every real cap can be emulated; memory is counted, not reserved.
+TOTAL_BYTES = 256 * 2**30
+
+
+class _ThreadGuard(threading.local):
+    guard: KernelGuard | None = None
+
+
+class EmulatedDevice:
+    """A device whose memory is CPU memory that is counted, and whose time is modelled.
+
+        host pool     claimed weights; metadata and host-to-host copies are allowed, kernels on it fail
+        device pool   uploads, what operators make, and what they first see as operands (inputs)
+
+    Memory inside one operator (its workspace) is not seen. Under `torch.inference_mode` torch hands over composite
+    operators whole, so that their intermediates are not seen either; under `torch.no_grad` they are.
+    It serves several threads with one ledger. It is never evidence about speed.
+
+    total_bytes: its memory. pin_limit_bytes: what may be pinned at once; None: everything. allocator_settings: what
+    `reading` tells of them; they change nothing here.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_bytes: int = TOTAL_BYTES,
+        cap_bytes: int | None = None,
+        speeds: ModelledSpeeds | None = None,
+        pin_limit_bytes: int | None = None,
+        allocator_settings: str = "",
+    ) -> None:
+        self._ledger = StorageLedger(total_bytes=total_bytes, cap_bytes=total_bytes)
+        self._clock = ModelledClock(speeds or ModelledSpeeds())
+        self._pin_limit_bytes = pin_limit_bytes
+        self.allocator_settings = allocator_settings
+        self._local = _ThreadGuard()
+        self._lock = threading.Lock()
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+        self._to_device_bytes = 0
+        self._to_host_bytes = 0
+        if cap_bytes is not None:
+            self.limit(cap_bytes)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The CPU: tensors of both pools report it."""
+        return torch.device("cpu")
+
+    def reading(self) -> DeviceReading:
+        """Return what the device is and the cap in force. Read-only."""
+        return DeviceReading(
+            kind="emulated",
+            name="emulated device",
+            index=0,
+            total_bytes=self._ledger.total_bytes,
+            cap_bytes=self._ledger.cap_bytes,
+            driver="modelled",
+            torch_version=str(torch.__version__),
+            allocator_settings=self.allocator_settings,
+        )
+
+    def limit(self, cap_bytes: int) -> None:
+        """Cap the device pool from now on. Raises SettingsError if the cap is not within the device's memory."""
+        check_cap(cap_bytes, total_bytes=self._ledger.total_bytes)
+        self._ledger.cap_bytes = cap_bytes
+
+    def memory(self) -> MemoryReading:
+        """Return the ledger's figures; reserved is allocated, because nothing is cached. Read-only."""
+        allocated_bytes, peak_bytes = self._ledger.figures()
+        return MemoryReading(
+            allocated_bytes=allocated_bytes,
+            reserved_bytes=allocated_bytes,
+            allocated_peak_bytes=peak_bytes,
+            reserved_peak_bytes=peak_bytes,
+        )
+
+    def reset_peaks(self) -> None:
+        """Set both peaks to the current figures."""
+        self._ledger.reset_peak()
+
+    def empty_cache(self) -> None:
+        """Do nothing: there is no cache."""
+
+    def synchronize(self) -> None:
+        """Do nothing: every operator has ended when it returns."""
+
+    def now_ns(self) -> int:
+        """Return the modelled clock in ns."""
+        return self._clock.now_ns()
+
+    def upload(self, source: torch.UntypedStorage, *, pinned: bool) -> torch.UntypedStorage:
+        """Return a device copy of a host storage. Raises torch.OutOfMemoryError; nothing is kept then."""
+        nbytes = source.nbytes()
+        self._ledger.check_room(nbytes)
+        with self.moving():
+            target = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+            try:
+                if not self._ledger.closed:
+                    self._ledger.add_device(target)
+            except torch.OutOfMemoryError as error:
+                # Another thread was faster; its memory must not be held by this traceback.
+                del target
+                raise error.with_traceback(None) from None
+            target.copy_(source)
+        speeds = self._clock.speeds
+        self._clock.add_copy(nbytes, bytes_per_s=speeds.to_device_pinned if pinned else speeds.to_device_pageable)
+        with self._lock:
+            self._to_device_bytes += nbytes
+        return target
+
+    def download(
+        self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
+    ) -> torch.UntypedStorage:
+        """Return a host copy of a device storage (or fill `into`), in the host pool. Raises ValueError on a bad size."""
+        nbytes = source.nbytes()
+        check_same_size(source, into)
+        with self.moving():
+            target = torch.empty(nbytes, dtype=torch.uint8).untyped_storage() if into is None else into
+            target.copy_(source)
+        self.claim_host(target)
+        speeds = self._clock.speeds
+        pinned = target.data_ptr() in self._pinned
+        self._clock.add_copy(nbytes, bytes_per_s=speeds.to_host_pinned if pinned else speeds.to_host_pageable)
+        with self._lock:
+            self._to_host_bytes += nbytes
+        return target
+
+    def claim_host(self, storage: torch.UntypedStorage) -> None:
+        """Declare a storage as host memory of a weight: kernels that touch it fail from now on."""
+        if not self._ledger.closed:
+            self._ledger.add_host(storage)
+
+    def unclaim_host(self, storage: torch.UntypedStorage) -> None:
+        """Let kernels use the storage again; the next one that runs counts it as an input."""
+        self._ledger.forget_host(storage)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is in the device pool. Read-only."""
+        entry = self._ledger.find(storage)
+        return entry is not None and entry.on_device
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Enter around anything that computes: operands are checked, memory and time counted. Re-entrant, per thread."""
+        guard = self._guard_of_thread()
+        if not guard.running_depth and not guard.permanent:
+            guard.enter()
+        guard.running_depth += 1
+        try:
+            yield
+        finally:
+            guard.running_depth -= 1
+            if not guard.running_depth and not guard.permanent:
+                guard.leave()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Enter around weight bookkeeping: nothing is checked or counted. Re-entrant, per thread.
+
+        Gradients and inference mode are off inside, so that tensors made here can be used under either.
+        """
+        guard = self._guard_of_thread()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            guard.moving_depth += 1
+            try:
+                yield
+            finally:
+                guard.moving_depth -= 1
+
+    def guard(self) -> None:
+        """Let kernels on host weights fail on this thread outside `running`, too. A second call is a no-op.
+
+        Nothing is counted outside `running`, so that a pipeline can be loaded on a guarded thread.
+        """
+        guard = self._guard_of_thread()
+        if not guard.permanent and not self._ledger.closed:
+            if not guard.running_depth:
+                guard.enter()
+            guard.permanent = True
+
+    def pin(self, storage: torch.UntypedStorage) -> bool:
+        """Count a host storage as page-locked and keep it alive; False beyond `pin_limit_bytes`. Idempotent."""
+        nbytes = storage.nbytes()
+        with self._lock:
+            if not nbytes or storage.data_ptr() in self._pinned:
+                return True
+            pinned_bytes = sum(other.nbytes() for other in self._pinned.values())
+            if self._pin_limit_bytes is not None and pinned_bytes + nbytes > self._pin_limit_bytes:
+                return False
+            self._pinned[storage.data_ptr()] = storage
+            return True
+
+    def unpin(self, storage: torch.UntypedStorage) -> None:
+        """Undo `pin`. A second call is a no-op."""
+        with self._lock:
+            self._pinned.pop(storage.data_ptr(), None)
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Return the bytes copied by `upload` and by `download` since the device was made. Read-only."""
+        with self._lock:
+            return self._to_device_bytes, self._to_host_bytes
+
+    def measure_link(self) -> LinkReading:
+        """Return the modelled speeds of the link."""
+        speeds = self._clock.speeds
+        return LinkReading(
+            to_device_pinned=float(speeds.to_device_pinned),
+            to_device_pageable=float(speeds.to_device_pageable),
+            to_host_pinned=float(speeds.to_host_pinned),
+            to_host_pageable=float(speeds.to_host_pageable),
+        )
+
+    def close(self) -> None:
+        """Stop checking and counting, on every thread. A second call is a no-op."""
+        self._ledger.close()
+        with self._lock:
+            self._pinned.clear()
+        guard = self._guard_of_thread()
+        if guard.permanent:
+            guard.permanent = False
+            # One that is not the last mode stays entered, and does nothing any more.
+            if not guard.running_depth:
+                guard.leave()
+
+    def _guard_of_thread(self) -> KernelGuard:
+        guard = self._local.guard
+        if guard is None:
+            guard = self._local.guard = KernelGuard(self._ledger, self._clock)
+        return guard

@@ -1,0 +1,97 @@
+"""Owned hooks: a method of one object wrapped as instance attribute, counted by who installs it, exactly removable."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+# A token per call: joining and leaving a set of tokens is one step each, so that an interrupt cannot split a count.
+Call = object
+
+
+def finish(clean_up: Callable[[Call], object], call: Call) -> None:
+    """Run a clean-up that may be repeated; one that an interrupt cuts short is run again before that is obeyed."""
+    try:
+        clean_up(call)
+    except Exception:
+        raise
+    except BaseException:
+        clean_up(call)
+        raise
+
+
+class MethodHook:
+    """Runs `before(call)` and, whatever happens, `after(call)` around a method of one module.
+
+    `after` is also called when `before` did not finish, and must cope. `install` and `remove` may be repeated.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, *, before: Callable[[Call], None], after: Callable[[Call], None]
+    ) -> None:
+        self._module, self._name = module, name
+        self._before, self._after = before, after
+        self._replaced: Callable[..., Any] | None = None
+        self._wrapper: _Wrapper | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the method is wrapped now."""
+        return self._wrapper is not None
+
+    def install(self) -> None:
+        """Wrap the method. A second call is a no-op."""
+        if self._wrapper is not None:
+            return
+        self._replaced = vars(self._module).get(self._name)
+        wrapper = _Wrapper(getattr(self._module, self._name), self._name, before=self._before, after=self._after)
+        self._module.__dict__[self._name] = self._wrapper = wrapper
+
+    def remove(self) -> None:
+        """Put back what was there. If someone wrapped the wrapper since, it stays, and does nothing any more."""
+        wrapper, self._wrapper = self._wrapper, None
+        if wrapper is None:
+            return
+        wrapper.before = wrapper.after = _nothing
+        if vars(self._module).get(self._name) is not wrapper:
+            return
+        if self._replaced is None:
+            del self._module.__dict__[self._name]
+        else:
+            self._module.__dict__[self._name] = self._replaced
+
+
+class _Wrapper:
+    """What stands in for the method."""
+
+    def __init__(
+        self, wrapped: Callable[..., Any], name: str, *, before: Callable[[Call], None], after: Callable[[Call], None]
+    ) -> None:
+        functools.update_wrapper(self, wrapped)
+        self.wrapped, self.name, self.before, self.after = wrapped, name, before, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call()
+        try:
+            self.before(call)
+            return self.wrapped(*args, **kwargs)
+        finally:
+            finish(self.after, call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy of a module is not managed: it gets its own plain method, never one bound to the original.
+        owner = getattr(self.wrapped, "__self__", None)
+        if owner is None or id(owner) not in memo:
+            return copy.deepcopy(self.wrapped, memo)
+        return types.MethodType(getattr(type(memo[id(owner)]), self.name), memo[id(owner)])
+
+
+def _nothing(call: Call) -> None:
+    """Take the place of the hooks of a wrapper that could not be removed."""

@@ -1,0 +1,179 @@
+"""One measured request: peaks and durations by memory phase, uses of components and layers, and its output."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from residency.errors import ResidencyError, WarmupFailed
+from residency.gpu.device import Device, is_out_of_memory
+from residency.gpu.output import output_digest
+from residency.gpu.records import PhaseRecord, RequestKind, RequestRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from residency.gpu.pipeline import ManagedPipeline
+    from residency.gpu.workload import Workload
+
+
+def measure_request(
+    pipeline: ManagedPipeline,
+    run: Callable[[], object],
+    *,
+    kind: RequestKind,
+    workload: Workload,
+    target_steps: int,
+) -> tuple[RequestRecord, object]:
+    """Run one request and return its record and its output; out of memory gives a failed record and None.
+
+    Blocks until the device is done. Every hook that measuring needs is gone when it returns. Raises WarmupFailed if
+    the request raises anything but out of memory (`fields["record"]` is its failed record), or returns nothing;
+    errors of residency itself and interrupts pass through.
+    """
+    device = pipeline.device
+    device.synchronize()
+    device.empty_cache()
+    device.reset_peaks()
+    before, moved, started_ns = device.memory(), device.moved_bytes(), device.now_ns()
+    recorder = _PhaseRecorder(device)
+    output, failure, layer_uses = _run_observed(pipeline, run, recorder)
+    duration_ns = device.now_ns() - started_ns
+    to_device_bytes, to_host_bytes = (now - then for now, then in zip(device.moved_bytes(), moved, strict=True))
+    record = RequestRecord(
+        kind=kind,
+        workload=workload,
+        target_steps=target_steps,
+        placement_digest=pipeline.placement.digest,
+        succeeded=failure is None,
+        out_of_memory=failure is not None and is_out_of_memory(failure),
+        error=None if failure is None else f"{type(failure).__name__}: {failure}",
+        baseline_allocated_bytes=before.allocated_bytes,
+        baseline_reserved_bytes=before.reserved_bytes,
+        phases=recorder.phases(),
+        uses=tuple(recorder.uses),
+        layer_uses=layer_uses,
+        duration_ns=duration_ns,
+        to_device_bytes=to_device_bytes,
+        to_host_bytes=to_host_bytes,
+        output_digest=output_digest(output) if failure is None else None,
+    )
+    if failure is not None:
+        _give_up(failure, record)
+        failure = None
+        gc.collect()  # The failed forward's activations may hang on cycles through its traceback.
+        device.empty_cache()
+    return record, output
+
+
+def _run_observed(
+    pipeline: ManagedPipeline, run: Callable[[], object], recorder: _PhaseRecorder
+) -> tuple[object, Exception | None, dict[str, dict[str, tuple[int, ...]]]]:
+    """Run the request under observation: its output or what it raised, and how often each layer ran."""
+    output: object = None
+    failure: Exception | None = None
+    components = [pipeline.component(name) for name in pipeline.placement.components]
+    with ExitStack() as stack:
+        counted = {component.name: stack.enter_context(component.counting_layers()) for component in components}
+        stack.enter_context(pipeline.observing(recorder))
+        try:
+            with pipeline.request():
+                output = run()
+        except Exception as error:  # noqa: BLE001 - a failed forward is a record
+            failure = error
+        recorder.close()
+        uses = {
+            name: {group: tuple(layer.num_uses for layer in layers) for group, layers in groups.items()}
+            for name, groups in counted.items()
+            if groups
+        }
+    return output, failure, uses
+
+
+def _give_up(failure: Exception, record: RequestRecord) -> None:
+    """Raise what a failed request means, or only let go of its frames if it ran out of memory."""
+    if record.out_of_memory:
+        failure.__traceback__ = None
+        return
+    if isinstance(failure, ResidencyError):
+        raise failure
+    error = WarmupFailed(problem=f"raised {record.error}")
+    error.fields["record"] = record
+    raise error from failure
+
+
+@dataclass(slots=True)
+class _Phase:
+    active: tuple[str, ...]
+    lingering: str | None
+    allocated_peak_bytes: int = 0
+    reserved_peak_bytes: int = 0
+    duration_ns: int = 0
+    num_occurrences: int = 0
+
+
+class _PhaseRecorder:
+    """Closes a memory phase whenever the set of running components changes."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._phases: dict[str, _Phase] = {}
+        self._active: list[str] = []
+        self._lingering: str | None = None
+        self._started_ns = device.now_ns()
+        self.uses: list[tuple[str, int]] = []
+
+    def entered(self, component: str) -> None:
+        """Close the phase before, and count the use."""
+        self.close()
+        self._active.append(component)
+        if self.uses and self.uses[-1][0] == component:
+            self.uses[-1] = (component, self.uses[-1][1] + 1)
+        else:
+            self.uses.append((component, 1))
+
+    def left(self, component: str) -> None:
+        """Close the phase in which it ran."""
+        self.close()
+        self._active.remove(component)
+        self._lingering = component
+
+    def close(self) -> None:
+        """Book the time and the peaks since the last boundary."""
+        # Without waiting, the work of this phase would be booked on whichever phase happens to wait for it.
+        self._device.synchronize()
+        now_ns, memory = self._device.now_ns(), self._device.memory()
+        phase = self._phases.setdefault(self._key(), _Phase(*self._who()))
+        phase.allocated_peak_bytes = max(phase.allocated_peak_bytes, memory.allocated_peak_bytes)
+        phase.reserved_peak_bytes = max(phase.reserved_peak_bytes, memory.reserved_peak_bytes)
+        phase.duration_ns += now_ns - self._started_ns
+        phase.num_occurrences += 1
+        self._started_ns = now_ns
+        self._device.reset_peaks()
+
+    def phases(self) -> tuple[PhaseRecord, ...]:
+        """Return what was booked, in order of first occurrence."""
+        return tuple(
+            PhaseRecord(
+                key=key,
+                active=phase.active,
+                lingering=phase.lingering,
+                allocated_peak_bytes=phase.allocated_peak_bytes,
+                reserved_peak_bytes=phase.reserved_peak_bytes,
+                duration_ns=phase.duration_ns,
+                num_occurrences=phase.num_occurrences,
+            )
+            for key, phase in self._phases.items()
+        )
+
+    def _who(self) -> tuple[tuple[str, ...], str | None]:
+        active = tuple(sorted(self._active))
+        return active, None if active else self._lingering
+
+    def _key(self) -> str:
+        active, lingering = self._who()
+        if active:
+            return f"use:{'+'.join(active)}"
+        return "before" if lingering is None else f"after:{lingering}"

@@ -1,0 +1,64 @@
+"""The verbs that need no journal: `graph`, `doctor` and `demo`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import click
+
+from residency.cli_common import FINDING, journal_option, json_option, show_json, show_lines
+from residency.rendering import table
+from residency.settings import parse_size
+from residency.statemachine.diagram import mermaid
+
+if TYPE_CHECKING:
+    from residency.doctor import Check
+
+CRASH_POINTS = ("measuring", "planned", "applied", "validating")
+
+
+@click.command()
+def graph() -> None:
+    """Print the states and triggers of a round as a mermaid diagram."""
+    click.echo(mermaid().rstrip("\n"))
+
+
+@click.command()
+@journal_option
+@json_option
+def doctor(*, journal: str | None, as_json: bool) -> int:
+    """Examine host, device and journal. Moves and writes nothing."""
+    # It imports torch and reads packages' metadata, for which no other verb may pay.
+    examine = importlib.import_module("residency.doctor").examine
+    checks: list[Check] = examine(journal)
+    if as_json:
+        show_json(checks)
+    else:
+        rows = (
+            (one.health.value, one.subject, one.found + (f"; {one.remedy}" if one.remedy else "")) for one in checks
+        )
+        show_lines(table(("", "WHAT", "FOUND"), rows))
+    return FINDING if any(one.health.value == "problem" for one in checks) else 0
+
+
+@click.command()
+@click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
+@click.option("--vram", metavar="SIZE", help="Cap of device memory, with its unit: 24GiB.")
+@click.option("--pipeline", type=click.Choice(("small", "flux")), default="small", show_default=True)
+@click.option("--crash-at", type=click.Choice(CRASH_POINTS), help="Kill the process with SIGKILL in that state.")
+@journal_option
+@json_option
+def demo(
+    *, device: str, vram: str | None, pipeline: str, crash_at: str | None, journal: str | None, as_json: bool
+) -> int:
+    """Start a real worker once, and say what it decided.
+
+    It restores or calibrates, serves one request, and exits with 0, also when it is pinned.
+    """
+    if vram is not None:
+        parse_size(vram, name="--vram")
+    # It builds a pipeline with torch and diffusers.
+    run = importlib.import_module("residency.demo").run
+    code: int = run(device=device, vram=vram, journal=journal, crash_at=crash_at, pipeline=pipeline, json=as_json)
+    return code

@@ -1,0 +1,394 @@
+"""One life of a worker: close what came before, decide, run rounds, and say what is served."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from residency.errors import JournalError, JournalNewer, StreamInUse, WarmupFailed
+from residency.gpu.placement import Placement
+from residency.gpu.records import RequestKind
+from residency.gpu.workload import Workload
+from residency.journal.events import Draft, EventType
+from residency.journal.fold import fold_stream
+from residency.journal.host import boot_id
+from residency.journal.store import Journal
+from residency.report import Decision, Report
+from residency.statemachine.context import RoundContext
+from residency.statemachine.epoch_log import EpochLog
+from residency.statemachine.gate import Facts, Gate, GateReason, check_gate
+from residency.statemachine.machine import RoundMachine
+from residency.statemachine.recovery import DecisionKind, closing, decide
+from residency.statemachine.round import Round
+from residency.statemachine.source import RoundResult, Source, SourceKind
+from residency.statemachine.states import SETTLED, State, Trigger
+from residency.statemachine.validation import Blame
+
+if TYPE_CHECKING:
+    from residency.journal.views import RoundView
+    from residency.settings import KillSwitch
+    from residency.statemachine.recovery import Decision as Recovery
+    from residency.statemachine.worker import Interruptible, Observer
+    from residency.worker_setup import Setup
+
+log = logging.getLogger(__name__)
+
+
+class Epoch:
+    """One life of a worker. `start` once; then `run_round` as often as somebody asks; `end` once.
+
+    The caller holds the pipeline exclusively during `start`, `run_round` and `take_back`.
+    """
+
+    def __init__(self, setup: Setup, *, interrupts: Interruptible, observer: Observer) -> None:
+        self.setup, self.interrupts, self.observer = setup, interrupts, observer
+        self.id = str(uuid.uuid4())
+        self.journal: Journal | None = None
+        self.log: EpochLog | None = None
+        self.machine = RoundMachine(0)
+        self.recovery: Recovery | None = None
+        self.gate: Gate | None = None
+        self.pinned: KillSwitch | None = None
+        self.results: list[RoundResult] = []
+        self._stream_lock = ExitStack()
+        self._problem: JournalError | None = None
+
+    @property
+    def round_number(self) -> int:
+        """The round that the machine is in, or ended in; 0 before the first."""
+        return self.machine.round_number
+
+    def start(self) -> Report:
+        """Recover, decide, run what that asks for, and report; the worker may serve afterwards.
+
+        Raises RollbackFailed, PlacementInfeasible, and what interrupts the process, after rolling back.
+        """
+        begun = time.perf_counter()
+        self._open()
+        self._recover()
+        self._begin()
+        self.observer.working("placing the weights where they start from")
+        self.setup.worker.place(self.setup.initial)
+        decision, reason, error = self._decide()
+        ready_ms = (time.perf_counter() - begun) * 1e3
+        journal_ms = 0.0 if self.journal is None else self.journal.spent_ns / 1e6
+        records = [record for result in self.results for record in result.records]
+        report = Report(
+            decision=decision,
+            reason=reason,
+            epoch=self.id,
+            round=self.machine.round_number,
+            placement=self.setup.worker.placement,
+            journal=self.setup.journal,
+            num_probes=sum(record.kind is RequestKind.PROBE for record in records),
+            num_requests=len(records),
+            ready_ms=ready_ms,
+            journal_ms=journal_ms,
+            error=error,
+        )
+        figures = {"ready_ms": round(ready_ms, 3), "journal_ms": round(journal_ms, 3)}
+        self._note(
+            EventType.SERVING,
+            {"placement": report.placement.digest, "decision": decision.value, "reason": reason, **figures},
+        )
+        return report
+
+    def end(self, *, reason: str, signal: str | None = None) -> None:
+        """Say that this life ended, and let go of journal and stream. A second call is a no-op."""
+        self._note(EventType.STOPPED, {"reason": reason, "signal": signal})
+        self._stream_lock.close()
+        if self.journal is not None:
+            self.journal.close()
+        self.log = None
+
+    def run_round(self, source: Source) -> RoundResult:
+        """Run one round. Raises what `Round.run` raises; PlacementInfeasible too."""
+        assert self.log is not None, "no round without a journal"
+        number = self._next_number()
+        if self.machine.state in SETTLED:
+            self._leave_settled(number)
+        self.machine = RoundMachine(number, self.machine.state)
+        result = Round(self._context(self.log), number=number, machine=self.machine, source=source).run()
+        self.results.append(result)
+        if result.pinned:
+            self._pin()
+        return result
+
+    def take_back(self) -> RoundResult | None:
+        """Go back to the initial placement because the kill switch was thrown while serving, and stay there.
+
+        None if that placement is in force already. Raises RollbackFailed, EffectFailed, JournalError.
+        """
+        if self.log is None or self.setup.worker.placement == self.setup.initial:
+            self._pin()
+            return None
+        number = self._next_number()
+        if self.machine.state in SETTLED:
+            self._leave_settled(number)
+        self.machine = RoundMachine(number, self.machine.state)
+        source = Source(kind=SourceKind.INITIAL, target=self.setup.initial)
+        result = Round(self._context(self.log), number=number, machine=self.machine, source=source).take_back()
+        self._pin()
+        return result
+
+    def remembered(self) -> tuple[RoundView, ...]:
+        """Return the committed rounds under this fingerprint that are not excluded, oldest first. Reads the journal."""
+        if self.journal is None:
+            return ()
+        excluded = self.recovery.excluded if self.recovery is not None else ()
+        view = fold_stream(self.journal.events(stream=self.setup.stream), self.setup.stream)
+        return tuple(
+            one
+            for epoch in view.epochs
+            if epoch.started.get("fingerprint_digest") == self.setup.fingerprint_digest
+            for one in epoch.rounds
+            if one.state == State.COMMITTED.value and one.placement is not None and one.placement not in excluded
+        )
+
+    def source_of(self, one: RoundView, kind: SourceKind) -> Source:
+        """Return the plan that goes back to a committed round's placement. Raises JournalError."""
+        assert self.journal is not None and one.placement is not None
+        outcome = one.outcome or {}
+        return Source(
+            kind=kind,
+            target=Placement.from_bytes(self.journal.blob(one.placement)),
+            expected_output=outcome.get("output_digest"),
+            shape=_shape(outcome.get("workload")),
+            from_round=one.number,
+        )
+
+    # Before the first round.
+
+    def _open(self) -> None:
+        """Open the journal and take the stream; what goes wrong is remembered, never raised."""
+        try:
+            self.journal = Journal.open(self.setup.journal)
+            self._stream_lock.callback(self.journal.hold(self.setup.stream).release)
+            self.log = EpochLog(self.journal, stream=self.setup.stream, epoch=self.id)
+        except JournalError as error:
+            log.warning("%s", error)
+            self._problem = error
+
+    def _recover(self) -> None:
+        """Close what earlier epochs left open, and decide what to do about it."""
+        if self.log is None or self.journal is None:
+            return
+        stream = self.setup.stream
+        try:
+            view = fold_stream(self.journal.events(stream=stream), stream)
+            for one in closing(view, boot_id=boot_id(), now_ns=time.time_ns(), by_epoch=self.id):
+                self.journal.append(one.drafts, stream=stream, epoch=one.epoch, rank=one.rank, witness=True)
+            view = fold_stream(self.journal.events(stream=stream), stream)
+        except JournalError as error:
+            self._lose_journal(error)
+            return
+        self.recovery = decide(
+            view,
+            fingerprint=self.setup.fingerprint,
+            fingerprint_digest=self.setup.fingerprint_digest,
+            initial=self.setup.initial.digest,
+            policy=self.setup.policy,
+        )
+
+    def _begin(self) -> None:
+        payload = {
+            "version": self.setup.version,
+            "fingerprint": self.setup.fingerprint,
+            "fingerprint_digest": self.setup.fingerprint_digest,
+            "initial_placement": self.setup.initial.digest,
+            "configured": dict(self.setup.configured),
+            "specs": msgspec.to_builtins(self.setup.worker.specs),
+            "workload": msgspec.to_builtins(self.setup.workload),
+            "device": msgspec.to_builtins(self.setup.worker.device()),
+            "host": msgspec.to_builtins(self.setup.worker.host()),
+            "recovery": self._recovery_payload(),
+        }
+        blobs = (self.setup.initial.to_bytes(),)
+        if self.log is not None:
+            try:
+                self.log.append(Draft(type=EventType.EPOCH_STARTED, round=0, payload=payload, blobs=blobs))
+            except JournalError as error:
+                self._lose_journal(error)
+
+    def _recovery_payload(self) -> dict[str, Any] | None:
+        found = self.recovery
+        if found is None:
+            return None
+        return {
+            "kind": found.kind.value,
+            "reason": found.reason,
+            "round": None if found.round is None else found.round.number,
+            "differences": list(found.differences),
+            "excluded": list(found.excluded),
+        }
+
+    def _decide(self) -> tuple[Decision, str, str | None]:
+        """Return what was decided, in a word and in a line, and the error behind it."""
+        switch = self.setup.switch()
+        if switch is not None:
+            self.pinned = switch
+            self._note(EventType.PINNED, {"reason": "kill-switch", "by": switch.by, "value": switch.value})
+            return Decision.PINNED, f"the kill switch {switch.by} is on ({switch.value!r})", None
+        self.gate = check_gate(self._facts())
+        if self.gate is not None:
+            return self._gated(self.gate)
+        assert self.recovery is not None
+        return self._run(self.recovery)
+
+    def _run(self, recovery: Recovery) -> tuple[Decision, str, str | None]:
+        try:
+            source = self._first_source(recovery)
+            result = self.run_round(source)
+            if source.kind is SourceKind.JOURNAL and result.state is State.ROLLED_BACK and self._usable():
+                log.warning("the restore was rolled back (%s); calibrating", result.reason)
+                result = self.run_round(self._calibration(recovery, after=result))
+        except JournalError as error:
+            # Before the round's first step: nothing has moved.
+            self._lose_journal(error)
+            return self._gated_without_journal()
+        return self._told(result, recovery)
+
+    def _told(self, result: RoundResult, recovery: Recovery) -> tuple[Decision, str, str | None]:
+        error = None if result.error is None else str(result.error)
+        if result.pinned:
+            return Decision.PINNED, result.reason, error
+        if result.state is State.COMMITTED:
+            restored = result.source is SourceKind.JOURNAL
+            decision = Decision.KEPT if result.kept else Decision.RESTORED if restored else Decision.COMMITTED
+            why = f"{recovery.reason}; {result.reason}" if restored else result.reason
+            return decision, why, error
+        if self.log is not None and self.log.failure is not None:
+            self._lose_journal(self.log.failure)
+            return Decision.WITHOUT_JOURNAL, f"rolled back, {self._problem}", str(self._problem)
+        if isinstance(result.error, WarmupFailed) and result.plan is None:
+            self.gate = check_gate(self._facts(warmup_problem=str(result.error)))
+            assert self.gate is not None
+            return (*self._gated(self.gate)[:2], error)
+        return Decision.ROLLED_BACK, result.reason, error
+
+    def _first_source(self, recovery: Recovery) -> Source:
+        excluded = recovery.excluded
+        if recovery.kind is DecisionKind.RESTORE:
+            assert recovery.round is not None
+            return self.source_of(recovery.round, SourceKind.JOURNAL)
+        if recovery.kind is DecisionKind.REPLAN:
+            assert recovery.inputs is not None and recovery.round is not None
+            known = recovery.inputs
+            return Source(
+                kind=SourceKind.SUSPECT,
+                records=known.records,
+                placements=(known.current, known.initial, *known.placements),
+                reserve_factor=recovery.reserve_factor,
+                excluded=excluded,
+                from_round=recovery.round.number,
+            )
+        return self._calibration(recovery)
+
+    def _calibration(self, recovery: Recovery, *, after: RoundResult | None = None) -> Source:
+        """Return a plan to be measured; what a restore has just been found wanting with is not chosen again."""
+        failed = recovery.placement if after is not None and _blames_plan(after) else None
+        excluded = {*recovery.excluded, *([failed] if failed is not None else [])} - {self.setup.initial.digest}
+        return Source(
+            kind=SourceKind.CALIBRATION,
+            excluded=tuple(sorted(excluded)),
+            reserve_factor=recovery.reserve_factor,
+        )
+
+    def _gated(self, gate: Gate) -> tuple[Decision, str, str | None]:
+        if gate.reason in (GateReason.JOURNAL_NEWER, GateReason.JOURNAL_UNUSABLE):
+            return self._gated_without_journal()
+        self._note(EventType.GATED, {"reason": gate.reason.value, "detail": gate.detail})
+        return Decision.GATED, gate.text, None if self._problem is None else str(self._problem)
+
+    def _gated_without_journal(self) -> tuple[Decision, str, str | None]:
+        return Decision.WITHOUT_JOURNAL, str(self._problem), str(self._problem)
+
+    def _facts(self, *, warmup_problem: str | None = None) -> Facts:
+        setup, problem, recovery = self.setup, self._problem, self.recovery
+        is_held = isinstance(problem, StreamInUse)
+        movable = [spec for spec in setup.worker.specs if spec.name not in setup.configured and len(spec.modes) > 1]
+        is_quarantined = recovery is not None and recovery.kind is DecisionKind.QUARANTINED
+        return Facts(
+            stream_holder=str(problem) if is_held else None,
+            journal_newer=str(problem) if isinstance(problem, JournalNewer) else None,
+            journal_problem=None if problem is None or is_held else str(problem),
+            num_ranks=setup.num_ranks,
+            has_warmup=setup.has_warmup,
+            has_workload=setup.workload is not None,
+            num_movable=len(movable),
+            fixed=tuple(setup.configured.items()),
+            quarantine=recovery.reason if recovery is not None and is_quarantined else None,
+            warmup_problem=warmup_problem,
+        )
+
+    # Between rounds.
+
+    def _next_number(self) -> int:
+        if self.machine.round_number:
+            return self.machine.round_number + 1
+        assert self.journal is not None
+        return fold_stream(self.journal.events(stream=self.setup.stream), self.setup.stream).highest_round + 1
+
+    def _leave_settled(self, number: int) -> None:
+        """Committed or rolled-back -> measuring, which begins the next round."""
+        assert self.log is not None
+        pinned = self.setup.switch() is not None
+        target = self.machine.check(Trigger.MEASURE, pinned=pinned)
+        self.log.append(
+            Draft(
+                type=EventType.TRANSITION,
+                round=number,
+                payload={"placement": self.setup.worker.placement.digest},
+                from_state=self.machine.state.value,
+                to_state=target.value,
+                trigger=Trigger.MEASURE.value,
+            )
+        )
+        self.machine.fire(Trigger.MEASURE, pinned=pinned)
+
+    def _context(self, epoch_log: EpochLog) -> RoundContext:
+        assert self.setup.workload is not None
+        return RoundContext(
+            worker=self.setup.worker,
+            log=epoch_log,
+            policy=self.setup.policy,
+            workload=self.setup.workload,
+            initial=self.setup.initial,
+            configured=self.setup.configured,
+            fingerprint_digest=self.setup.fingerprint_digest,
+            is_identified=self.setup.is_identified,
+            switch=self.setup.switch,
+            interrupts=self.interrupts,
+            observer=self.observer,
+            clock=time.monotonic_ns,
+        )
+
+    def _pin(self) -> None:
+        self.pinned = self.setup.switch()
+        by, value = (self.pinned.by, self.pinned.value) if self.pinned is not None else ("unknown", "")
+        self._note(EventType.PINNED, {"reason": "kill-switch", "by": by, "value": value})
+
+    def _usable(self) -> bool:
+        return self.log is not None and self.log.usable
+
+    def _lose_journal(self, error: JournalError) -> None:
+        log.warning("%s", error)
+        self._problem = error
+        self.log = None
+
+    def _note(self, kind: EventType, payload: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.log.note(kind, round_number=self.machine.round_number, payload=payload)
+
+
+def _blames_plan(result: RoundResult) -> bool:
+    return result.verdict is not None and result.verdict.blames is Blame.PLAN
+
+
+def _shape(found: object) -> Workload | None:
+    return None if found is None else msgspec.convert(found, Workload)

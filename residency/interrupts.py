@@ -1,0 +1,119 @@
+"""Termination signals in mid-round: they roll back first, and never strike inside an effect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Terminated(BaseException):
+    """Raised where a termination signal interrupts a round. Not an Exception: no `except Exception` may eat it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"signal {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def signal_name(self) -> str:
+        """The signal's name, such as 'SIGTERM'."""
+        return signal.Signals(self.signum).name
+
+
+class Interrupts:
+    """While entered, SIGTERM and SIGINT raise `Terminated`, at once or after what must not be interrupted.
+
+    Outside the main thread signals cannot be caught; then it does nothing. Handlers are restored on exit.
+    """
+
+    def __init__(self) -> None:
+        self._pending: int | None = None
+        self._depth = 0
+        self._entered = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._entered += 1
+        if self._entered == 1 and threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._entered -= 1
+        if self._entered == 0:
+            for signum, handler in self._previous.items():
+                signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+            self._previous.clear()
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Hold signals back inside; one that came meanwhile raises `Terminated` when the outermost one ends well."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Raise `Terminated` now if a signal was held back; where stopping is safe even inside `deferred`."""
+        if self._pending is not None:
+            signum, self._pending = self._pending, None
+            raise Terminated(signum)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._depth:
+            self._pending = signum
+        else:
+            raise Terminated(signum)
+
+
+def deliver(signum: int) -> None:
+    """End the process as the signal would have done it. Blocks until the signal arrives."""
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    os.kill(os.getpid(), signum)
+
+
+class StopNotice:
+    """Calls back once when the process is asked to terminate while it serves, then lets the signal do its work.
+
+    Only SIGTERM is watched (an interrupt unwinds the worker by itself), and only from the main thread.
+    """
+
+    def __init__(self, on_stop: Callable[[str], None]) -> None:
+        self._on_stop = on_stop
+        self._previous: Any = None
+        self._installed = False
+
+    def install(self) -> None:
+        """Watch for SIGTERM. A second call is a no-op."""
+        if not self._installed and threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+
+    def remove(self) -> None:
+        """Put the previous handler back, unless somebody installed another one since. A second call is a no-op."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+            self._installed = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._on_stop(signal.Signals(signum).name)
+        previous = self._previous
+        if callable(previous):
+            previous(signum, frame)
+        elif previous != signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)

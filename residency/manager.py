@@ -1,0 +1,262 @@
+"""The worker's side of residency: attach, start, serve, control, detach."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from residency.control import Control
+from residency.epoch import Epoch
+from residency.errors import EffectFailed, JournalError, SettingsError
+from residency.gpu.devices import limit_device as limit
+from residency.health import HealthApp
+from residency.interrupts import Interrupts, StopNotice, Terminated, deliver
+from residency.settings import parse_size
+from residency.statemachine.policy import Policy
+from residency.statemachine.worker import Silent
+from residency.worker_setup import Options, prepare
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Mapping
+
+    from residency.gpu.device import Device
+    from residency.gpu.hazards import Hazard
+    from residency.gpu.placement import Mode, Placement
+    from residency.gpu.workload import Workload
+    from residency.report import Report
+    from residency.statemachine.worker import Observer
+    from residency.worker_setup import Setup
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+def limit_device(size: str, *, device: str = "auto") -> None:
+    """Cap the device memory this process may take, such as '24GiB'. Call it before anything is loaded.
+
+    device: 'cuda', 'cpu' (the emulated device) or 'auto'. Raises SizeError without a unit, SettingsError if absurd.
+    """
+    limit(device, cap_bytes=parse_size(size, name="vram"))
+
+
+def attach(
+    pipe: object,
+    *,
+    journal: str | os.PathLike[str] | None = None,
+    workload: Workload | None = None,
+    warmup: Callable[[Workload], object] | None = None,
+    modes: Mapping[str, str | Mode] | None = None,
+    vram: str | None = None,
+    host_ram: str | None = None,
+    name: str | None = None,
+    device: str | Device = "auto",
+    placement: str | os.PathLike[str] | None = None,
+    identity: Mapping[str, str] | None = None,
+    tolerance: float | None = None,
+    policy: Policy | None = None,
+    observer: Observer | None = None,
+) -> Manager:
+    """Describe a pipeline and check everything that was asked for; moves nothing until `start`.
+
+    pipe: a diffusers pipeline, or a mapping of names to modules. journal: a path or a sqlite:/// URL.
+    workload: the default request shape. warmup: runs one request of the shape it is given and returns its output.
+    modes: component -> mode, which residency then never touches. vram, host_ram: sizes such as '24GiB', bounds on
+    device memory and on pinned host memory. device: 'auto', 'cuda', 'cpu' (emulated), or a Device. name: of this worker, the same at every start. placement: a file that
+    `export_placement` wrote, taken as configured. identity: component -> what identifies its weights' content (a
+    revision, a digest), so that a restore may compare outputs. tolerance: largest difference between outputs that
+    still counts as the same, if bit for bit is too strict.
+
+    Raises SettingsError and its kin (exit code 2) for what cannot be used, PlacementInfeasible (72) if even the
+    smallest form of a component is over the cap.
+    """
+    options = Options(
+        journal=journal,
+        workload=workload,
+        warmup=warmup,
+        modes=modes or {},
+        vram=vram,
+        host_ram=host_ram,
+        name=name,
+        device=device,
+        placement=placement,
+        identity=identity,
+        tolerance=tolerance,
+        policy=policy or Policy(),
+    )
+    return Manager(prepare(pipe, options), observer=observer or Silent())
+
+
+class Manager:
+    """One attached pipeline. `start` decides where the weights live; afterwards the worker is ready."""
+
+    def __init__(self, setup: Setup, *, observer: Observer) -> None:
+        self._setup = setup
+        self._pipeline = setup.worker.pipeline
+        self._pipeline.request_wait_s = setup.policy.request_wait_s
+        self._interrupts = Interrupts()
+        self._status = _Status(observer)
+        self._epoch = Epoch(setup, interrupts=self._interrupts, observer=self._status)
+        self._control = Control(self._epoch, run=self._exclusively)
+        self._stop_notice = StopNotice(self._stopped_by)
+        self._starting = threading.Lock()
+        self._report: Report | None = None
+        self._is_ended = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether `start` has returned and no round is running."""
+        return self._report is not None and not self._is_ended and self._status.round_since is None
+
+    @property
+    def report(self) -> Report | None:
+        """What `start` decided; None before."""
+        return self._report
+
+    @property
+    def placement(self) -> Placement:
+        """Where every component lives now."""
+        return self._setup.worker.placement
+
+    @property
+    def hazards(self) -> tuple[Hazard, ...]:
+        """What was found about the components: why some are never moved, and what to know about others."""
+        return self._pipeline.hazards
+
+    @property
+    def epoch(self) -> str:
+        """This life's UUID, which control requests name."""
+        return self._epoch.id
+
+    def start(self) -> Report:
+        """Place the weights, restore or calibrate, and return what was decided; the worker is ready then.
+
+        A second call returns the same report. Blocks for as long as the warmups take.
+        Raises RollbackFailed (70: end the process), PlacementInfeasible (72), PipelineBusy; SIGTERM and SIGINT in
+        mid-round roll back first and then end the process as they would have.
+        """
+        with self._starting:
+            if self._report is None:
+                try:
+                    self._report = self._exclusively(self._epoch.start)
+                except BaseException:
+                    self._end("error")
+                    raise
+                self._pipeline.before_request = self._between_requests
+                self._stop_notice.install()
+                atexit.register(self._at_exit)
+            return self._report
+
+    def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Serve a control request: {verb, epoch, round, attempt, args}, verb status, calibrate, validate, roll_back.
+
+        Idempotent: the same four return the same outcome. Raises SettingsError for what is no request,
+        RollbackFailed (end the process).
+        """
+        if self._report is None:
+            raise SettingsError("no control request before start() has returned; call start() first")
+        return self._control.handle(request, ready=self.ready, decision=self._report.decision.value)
+
+    def health(self) -> HealthApp:
+        """Return an ASGI app with /health/live and /health/ready."""
+        return HealthApp(self.status)
+
+    def status(self) -> dict[str, Any]:
+        """Return what health tells: ready, state, epoch, round, decision, what is going on, and for how long."""
+        return {
+            "ready": self.ready,
+            "state": self._epoch.machine.state.value,
+            "epoch": self._epoch.id,
+            "round": self._epoch.round_number,
+            "decision": None if self._report is None else self._report.decision.value,
+            "working": self._status.what,
+            "elapsed_s": round(time.monotonic() - self._status.since, 3),
+        }
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Enter around one request of a pipeline that is no diffusers pipeline; theirs bracket themselves."""
+        with self._pipeline.request():
+            yield
+
+    def export_placement(self, path: str | os.PathLike[str]) -> None:
+        """Write the placement in force to a file that `attach(placement=...)` takes. Raises OSError."""
+        Path(path).write_bytes(self.placement.to_bytes())
+
+    def detach(self) -> None:
+        """Put every module back exactly as before, and end this life in the journal. A second call is a no-op."""
+        self._pipeline.before_request = None
+        self._pipeline.detach()
+        self._end("detach")
+
+    def _exclusively(self, run: Callable[[], Result]) -> Result:
+        """Run with the pipeline to ourselves, termination signals held where weights move."""
+        wait_s = self._setup.policy.busy_wait_s
+        try:
+            with self._interrupts, self._pipeline.exclusive("a round", wait_s), self._status.in_round():
+                return run()
+        except Terminated as terminated:
+            self._end("signal", signal=terminated.signal_name)
+            deliver(terminated.signum)
+            raise
+
+    def _between_requests(self) -> None:
+        """Take a serving worker back if the kill switch was thrown since the last request."""
+        if self._epoch.pinned is not None or self._setup.switch() is None:
+            return
+        try:
+            self._exclusively(self._take_back)
+        except (EffectFailed, JournalError) as error:
+            log.warning("the kill switch is on, but going back failed: %s", error)
+
+    def _take_back(self) -> None:
+        # Another thread may have done it while this one waited.
+        if self._epoch.pinned is None:
+            self._epoch.take_back()
+
+    def _stopped_by(self, signal_name: str) -> None:
+        self._end("signal", signal=signal_name)
+
+    def _at_exit(self) -> None:
+        self._end("exit")
+
+    def _end(self, reason: str, *, signal: str | None = None) -> None:
+        if not self._is_ended:
+            self._is_ended = True
+            self._stop_notice.remove()
+            atexit.unregister(self._at_exit)
+            self._epoch.end(reason=reason, signal=signal)
+
+
+class _Status:
+    """What is going on, for health; passes everything on to the worker's own observer."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.what = "attached"
+        self.since = time.monotonic()
+        self.round_since: float | None = None
+
+    @contextmanager
+    def in_round(self) -> Iterator[None]:
+        self.round_since = self.since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.what, self.since, self.round_since = "serving", time.monotonic(), None
+
+    def working(self, what: str) -> None:
+        self.what = what
+        self._observer.working(what)
+
+    def leaving(self, state: str) -> None:
+        self._observer.leaving(state)
+
+    def between_effects(self, index: int) -> None:
+        self._observer.between_effects(index)

@@ -1,0 +1,125 @@
+"""The pipeline as a round sees it: measured requests, effects, readings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from residency.effects.place import PlaceComponent, order_effects
+from residency.effects.spec import EffectSpec
+from residency.errors import PlacementInfeasible, ResidencyError
+from residency.gpu.device import is_out_of_memory
+from residency.gpu.host_memory import read_host
+from residency.gpu.measure import measure_request
+from residency.gpu.output import flatten_output, outputs_close
+from residency.statemachine.worker import Measured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from residency.effects.effect import Effect
+    from residency.gpu.pipeline import ManagedPipeline
+    from residency.gpu.placement import Placement
+    from residency.gpu.records import DeviceReading, HostReading, LinkReading, RequestKind
+    from residency.gpu.specs import ComponentSpec
+    from residency.gpu.workload import Workload
+
+
+class PipelineWorker:
+    """Implements statemachine's Worker over a managed pipeline and the user's warmup."""
+
+    def __init__(
+        self,
+        pipeline: ManagedPipeline,
+        *,
+        warmup: Callable[[Workload], object] | None,
+        target_steps: int,
+        host_ram_bytes: int | None = None,
+        tolerance: float | None = None,
+    ) -> None:
+        self.pipeline = pipeline
+        self._warmup, self._target_steps = warmup, target_steps
+        self._host_ram_bytes, self._tolerance = host_ram_bytes, tolerance
+        self._specs = pipeline.specs
+
+    @property
+    def specs(self) -> tuple[ComponentSpec, ...]:
+        """What the pipeline consists of, as it was found."""
+        return self._specs
+
+    @property
+    def placement(self) -> Placement:
+        """The placement in force."""
+        return self.pipeline.placement
+
+    def measure(self, kind: RequestKind, workload: Workload) -> Measured:
+        """Run the warmup once. Out of memory gives a failed record; anything else raises WarmupFailed."""
+        warmup = self._warmup
+        assert warmup is not None, "the gate lets no round through without a warmup"
+        record, output = measure_request(
+            self.pipeline, lambda: warmup(workload), kind=kind, workload=workload, target_steps=self._target_steps
+        )
+        # An output kept on the device would count in every later peak.
+        return Measured(record=record, output=None if self._tolerance is None else self._on_host(output))
+
+    def effects(self, target: Placement) -> tuple[Effect, ...]:
+        """Return the effects that lead to the target, releases before growth. Moves nothing."""
+        now = self.placement
+        changes = (
+            EffectSpec(index=0, component=name, before=now.components[name], after=target.components[name])
+            for name in now.changes_to(target)
+        )
+        return tuple(PlaceComponent(self.pipeline, spec) for spec in order_effects(changes, self.pipeline))
+
+    def commit(self) -> None:
+        """Release host copies that the placement in force does not need."""
+        self.pipeline.commit()
+
+    def place(self, target: Placement) -> None:
+        """Go to a placement outside any round: the initial one, before there is anything to go back to.
+
+        Raises PlacementInfeasible if device memory runs out, with the weights as they were found.
+        """
+        effects = self.effects(target)
+        applied: list[Effect] = []
+        try:
+            for effect in effects:
+                effect.check()
+            for effect in effects:
+                effect.apply()
+                applied.append(effect)
+        except BaseException as error:
+            for effect in reversed(applied):
+                effect.revert()
+            if isinstance(error, ResidencyError) or not is_out_of_memory(error):
+                raise
+            needed = sum(one.device_bytes(target.components[one.name], in_use=False) for one in self.specs)
+            cap_bytes = self.device().cap_bytes
+            raise PlacementInfeasible(
+                needed_bytes=needed, cap_bytes=cap_bytes, bound_by="the initial placement (modes=)"
+            ) from error
+        self.pipeline.commit()
+
+    def outputs_close(self, first: object, second: object) -> bool:
+        """Whether two outputs agree within the tolerance the user declared; False if none was."""
+        if self._tolerance is None or first is None or second is None:
+            return False
+        with self.pipeline.device.moving():
+            return outputs_close(first, second, self._tolerance)
+
+    def _on_host(self, output: object) -> object:
+        if output is None:
+            return None
+        with self.pipeline.device.moving():
+            return [array.clone() for array in flatten_output(output)]
+
+    def device(self) -> DeviceReading:
+        """Return what the device is and the cap in force."""
+        return self.pipeline.device.reading()
+
+    def link(self) -> LinkReading:
+        """Measure the link, once."""
+        return self.pipeline.device.measure_link()
+
+    def host(self) -> HostReading:
+        """Read the host's memory now; a declared host_ram bounds what may be pinned."""
+        return read_host(host_ram_bytes=self._host_ram_bytes)

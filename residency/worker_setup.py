@@ -1,0 +1,200 @@
+"""From what a worker passes to `attach` to everything an epoch needs; checks all of it and moves nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from residency.errors import ModeUnavailable, SettingsError, UnknownComponent
+from residency.gpu.adapters import components_of
+from residency.gpu.device import Device
+from residency.gpu.devices import open_device
+from residency.gpu.host_memory import read_host
+from residency.gpu.pipeline import ManagedPipeline
+from residency.gpu.placement import ComponentPlacement, Mode, Placement
+from residency.gpu.ranks import num_ranks
+from residency.gpu.workload import Workload
+from residency.settings import (
+    KillSwitch,
+    allocator_settings,
+    journal_location,
+    kill_switch,
+    parse_size,
+    sentinel_path,
+    worker_name,
+)
+from residency.statemachine.fingerprint import fingerprint, fingerprint_digest
+from residency.statemachine.initial import configured_placements, initial_placement
+from residency.statemachine.policy import Policy
+from residency.worker import PipelineWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from residency.gpu.specs import ComponentSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a worker passes to `attach`, as it was passed."""
+
+    journal: str | os.PathLike[str] | None
+    workload: Workload | None
+    warmup: Callable[[Workload], object] | None
+    modes: Mapping[str, str | Mode]
+    vram: str | None
+    host_ram: str | None
+    name: str | None
+    device: str | Device
+    placement: str | os.PathLike[str] | None
+    identity: Mapping[str, str] | None
+    tolerance: float | None
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything an epoch needs that does not change during it.
+
+    configured: component -> why residency never touches it. is_identified: the weights' content is known.
+    switch: the kill switch that is on now, or None.
+    """
+
+    worker: PipelineWorker
+    journal: str
+    stream: str
+    version: str
+    initial: Placement
+    configured: Mapping[str, str]
+    fingerprint: Mapping[str, Any]
+    fingerprint_digest: str
+    workload: Workload | None
+    policy: Policy
+    has_warmup: bool
+    is_identified: bool
+    num_ranks: int
+    switch: Callable[[], KillSwitch | None]
+
+
+def prepare(pipe: object, options: Options) -> Setup:
+    """Check everything and describe the pipeline; moves nothing. Raises SettingsError and PlacementInfeasible."""
+    journal = journal_location(options.journal)
+    switch = partial(kill_switch, sentinel_path(journal))
+    host_ram = None if options.host_ram is None else parse_size(options.host_ram, name="host_ram")
+    cap = None if options.vram is None else parse_size(options.vram, name="vram")
+    _check_callable(options.warmup)
+    modules, owner = components_of(pipe)
+    device = _device(options.device, cap)
+    device.guard()
+    # Under a kill switch nothing is hooked that the initial placement does not need.
+    pipeline = ManagedPipeline(modules, device=device, owner=owner, minimal=switch() is not None)
+    try:
+        return _describe(pipeline, options, journal=journal, switch=switch, host_ram_bytes=host_ram)
+    except BaseException:
+        pipeline.detach()
+        raise
+
+
+def _device(given: str | Device, cap_bytes: int | None) -> Device:
+    if isinstance(given, str):
+        return open_device(given, cap_bytes=cap_bytes, allocator_settings=allocator_settings())
+    if cap_bytes is not None:
+        given.limit(cap_bytes)
+    return given
+
+
+def _describe(
+    pipeline: ManagedPipeline,
+    options: Options,
+    *,
+    journal: str,
+    switch: Callable[[], KillSwitch | None],
+    host_ram_bytes: int | None,
+) -> Setup:
+    workload, policy = options.workload, options.policy
+    worker = PipelineWorker(
+        pipeline,
+        warmup=options.warmup,
+        target_steps=1 if workload is None else workload.steps,
+        host_ram_bytes=host_ram_bytes,
+        tolerance=options.tolerance,
+    )
+    reading = worker.device()
+    chosen = configured_placements(worker.specs, options.modes, num_slots=policy.num_slots)
+    if options.placement is not None:
+        chosen = {**read_placement(options.placement, worker.specs, pipeline), **chosen}
+    initial = initial_placement(worker.specs, chosen, reading.cap_bytes, policy)
+    identity = dict(options.identity or {})
+    parts = fingerprint(
+        specs=worker.specs,
+        device=reading,
+        host=read_host(host_ram_bytes=host_ram_bytes),
+        workload=workload,
+        configured=chosen,
+        content=identity,
+        num_ranks=num_ranks(),
+    )
+    reasons = {spec.name: spec.fixed_reason for spec in worker.specs if spec.fixed_reason is not None}
+    return Setup(
+        worker=worker,
+        journal=journal,
+        stream=worker_name(options.name) or _derived_name(worker.specs, reading.index),
+        version=importlib.metadata.version("residency"),
+        initial=initial,
+        configured={**dict.fromkeys(chosen, "configured by the worker"), **reasons},
+        fingerprint=parts,
+        fingerprint_digest=fingerprint_digest(parts),
+        workload=workload,
+        policy=policy,
+        has_warmup=options.warmup is not None,
+        is_identified=bool(identity),
+        num_ranks=num_ranks(),
+        switch=switch,
+    )
+
+
+def read_placement(
+    path: str | os.PathLike[str], specs: Sequence[ComponentSpec], pipeline: ManagedPipeline
+) -> dict[str, ComponentPlacement]:
+    """Return the placement that `Manager.export_placement` wrote, for every component that can be moved.
+
+    Raises SettingsError for a file that is none, UnknownComponent and ModeUnavailable if it is another pipeline's.
+    """
+    try:
+        placement = Placement.from_bytes(Path(path).read_bytes())
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        raise SettingsError(
+            f"placement file {str(path)!r} cannot be used: {error}; write one with export_placement()", path=str(path)
+        ) from error
+    by_name = {spec.name: spec for spec in specs}
+    for name in placement.components:
+        if name not in by_name:
+            raise UnknownComponent(component=name, known=tuple(by_name))
+    movable = {name: one for name, one in placement.components.items() if by_name[name].fixed_reason is None}
+    for name, one in movable.items():
+        try:
+            pipeline.check(name, one)
+        except ModeUnavailable as error:
+            raise SettingsError(f"placement file {str(path)!r}: {error}", path=str(path)) from error
+    return movable
+
+
+def _derived_name(specs: Sequence[ComponentSpec], device_index: int) -> str:
+    """Return a name that is the same at every start of this pipeline on this device."""
+    parts = [sorted((spec.name, spec.class_name) for spec in specs), device_index]
+    return "worker-" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:12]
+
+
+def _check_callable(warmup: object) -> None:
+    if warmup is not None and not callable(warmup):
+        raise SettingsError(
+            f"warmup is a {type(warmup).__name__}, not a function; pass one that takes a Workload and runs one request"
+        )

@@ -1,0 +1,230 @@
+"""What a placement must fit into: device memory in every phase, and host memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from residency.statemachine.candidates import held_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from residency.gpu.placement import Placement
+    from residency.gpu.records import PhaseRecord, RequestRecord
+    from residency.gpu.specs import ComponentSpec
+    from residency.statemachine.plan import PlanInputs
+
+_Key = tuple[str, tuple[str, ...], "str | None"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseLimit:
+    """A memory phase as a constraint on the weights held in it, in bytes.
+
+    fixed_bytes: everything but weights. gap_bytes: reserved minus allocated, as measured. ran_bytes: weights that it
+    is known to have run with, under the current or the initial placement: that much is never forbidden; None: unknown.
+    measured: at the target shape or a larger one.
+    """
+
+    key: str
+    active: tuple[str, ...]
+    lingering: str | None
+    fixed_bytes: int
+    gap_bytes: int
+    ran_bytes: int | None
+    measured: bool
+
+    def reserve_bytes(self, inputs: PlanInputs, cap_bytes: int) -> int:
+        """Return what must stay free under a cap."""
+        policy = inputs.policy
+        kept = self.gap_bytes + policy.measured_reserve(cap_bytes)
+        if not self.measured:
+            kept = policy.extrapolated_reserve(cap_bytes)
+        return int(kept * inputs.reserve_factor)
+
+    def weight_limit(self, inputs: PlanInputs) -> int:
+        """Return the largest sum of weights that the phase may hold."""
+        room = inputs.cap_bytes - self.reserve_bytes(inputs, inputs.cap_bytes) - self.fixed_bytes
+        return room if self.ran_bytes is None else max(room, self.ran_bytes)
+
+    def cap_needed(self, inputs: PlanInputs, weight_bytes: int) -> int:
+        """Return the smallest cap under which the phase may hold so many weights."""
+        low, high = weight_bytes + self.fixed_bytes, 1
+        while high - self.reserve_bytes(inputs, high) < low:
+            high *= 2
+        while low < high:
+            middle = (low + high) // 2
+            if middle - self.reserve_bytes(inputs, middle) >= weight_bytes + self.fixed_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def phase_limits(inputs: PlanInputs) -> tuple[PhaseLimit, ...]:
+    """Return the device-memory constraints that the records imply, in order of first appearance.
+
+    Successes at the target shape count as they are. Without one, what is beside the weights is extrapolated, and the
+    phases that a failed request reached count, too: where it failed, the placement it ran under needed all there was.
+    """
+    successes = [record for record in inputs.records if record.succeeded]
+    covering = [record for record in successes if record.workload.units >= inputs.workload.units]
+    if covering:
+        limits = _measured(inputs, covering)
+    else:
+        limits = _extrapolated(inputs, successes) + _reached(inputs)
+    return tuple(limits + _unobserved(inputs, limits))
+
+
+def failed_digests(inputs: PlanInputs) -> frozenset[str]:
+    """Return the placements known not to fit: they ran out of memory at the target shape or a smaller one."""
+    return frozenset(
+        record.placement_digest
+        for record in inputs.records
+        if record.out_of_memory and record.workload.units <= inputs.workload.units
+    )
+
+
+def relaxed(limits: Iterable[PhaseLimit], inputs: PlanInputs) -> tuple[PhaseLimit, ...]:
+    """Return the limits with whatever the current placement holds allowed: for estimates that nothing satisfies."""
+    return tuple(
+        replace(limit, ran_bytes=_most(limit.ran_bytes, _weights(inputs.specs, inputs.current, limit)))
+        for limit in limits
+    )
+
+
+def _most(one: int | None, other: int | None) -> int | None:
+    return max((value for value in (one, other) if value is not None), default=None)
+
+
+def _weights(specs: Iterable[ComponentSpec], placement: Placement, phase: PhaseRecord | PhaseLimit) -> int:
+    return sum(
+        held_bytes(spec, placement.components[spec.name], active=phase.active, lingering=phase.lingering)
+        for spec in specs
+    )
+
+
+def _phases(record: RequestRecord) -> dict[_Key, PhaseRecord]:
+    return {(phase.key, phase.active, phase.lingering): phase for phase in record.phases}
+
+
+def _measured(inputs: PlanInputs, covering: list[RequestRecord]) -> list[PhaseLimit]:
+    placements = inputs.measured_placements()
+    proven = {inputs.current.digest, inputs.initial.digest}
+    found: dict[_Key, PhaseLimit] = {}
+    for record in covering:
+        for key, phase in _phases(record).items():
+            weights = _weights(inputs.specs, placements[record.placement_digest], phase)
+            earlier = found.get(key)
+            # A record may be older than the cap.
+            ran = record.placement_digest in proven and phase.reserved_peak_bytes <= inputs.cap_bytes
+            found[key] = PhaseLimit(
+                key=phase.key,
+                active=phase.active,
+                lingering=phase.lingering,
+                fixed_bytes=max(phase.allocated_peak_bytes - weights, earlier.fixed_bytes if earlier else 0),
+                gap_bytes=max(
+                    phase.reserved_peak_bytes - phase.allocated_peak_bytes, earlier.gap_bytes if earlier else 0
+                ),
+                ran_bytes=_most(earlier.ran_bytes if earlier else None, weights if ran else None),
+                measured=True,
+            )
+    return list(found.values())
+
+
+def _extrapolated(inputs: PlanInputs, successes: list[RequestRecord]) -> list[PhaseLimit]:
+    placements = inputs.measured_placements()
+    points: dict[_Key, dict[int, int]] = {}
+    for record in successes:
+        for key, phase in _phases(record).items():
+            weights = _weights(inputs.specs, placements[record.placement_digest], phase)
+            # Only what is beside the weights grows with the shape; scaling weights once made 183 GiB out of 30.
+            beside = max(0, phase.allocated_peak_bytes - weights)
+            sizes = points.setdefault(key, {})
+            sizes[record.workload.units] = max(beside, sizes.get(record.workload.units, 0))
+    return [
+        PhaseLimit(
+            key=name,
+            active=active,
+            lingering=lingering,
+            fixed_bytes=extrapolate(sizes, target=inputs.workload.units, margin=inputs.policy.activation_margin),
+            gap_bytes=0,
+            ran_bytes=None,
+            measured=False,
+        )
+        for (name, active, lingering), sizes in points.items()
+    ]
+
+
+def extrapolate(sizes: dict[int, int], *, target: int, margin: float) -> int:
+    """Return the bytes beside weights at `target` units, from units -> bytes of smaller shapes.
+
+    Two shapes give a line, and the margin goes on its slope; one shape, or a falling line, gives a ratio.
+    """
+    (large, top), *others = sorted(sizes.items(), reverse=True)
+    if others:
+        small, bottom = others[0]
+        slope = (top - bottom) / (large - small)
+        constant = top - slope * large
+        if slope >= 0 and constant >= 0:
+            return int(constant + slope * target * margin)
+    return int(max(size * target / units for units, size in sizes.items()) * margin)
+
+
+def _reached(inputs: PlanInputs) -> list[PhaseLimit]:
+    placements = inputs.measured_placements()
+    found = []
+    for record in inputs.records:
+        if record.succeeded or record.workload.units > inputs.workload.units:
+            continue
+        for phase in record.phases:
+            peak = phase.allocated_peak_bytes
+            if record.out_of_memory and _failed_in(phase, record):
+                peak = max(inputs.cap_bytes, peak + _refused_bytes(record.error or ""))
+            weights = _weights(inputs.specs, placements[record.placement_digest], phase)
+            found.append(
+                PhaseLimit(
+                    key=phase.key,
+                    active=phase.active,
+                    lingering=phase.lingering,
+                    fixed_bytes=max(0, peak - weights),
+                    gap_bytes=0,
+                    ran_bytes=None,
+                    measured=False,
+                )
+            )
+    return found
+
+
+def _failed_in(phase: PhaseRecord, record: RequestRecord) -> bool:
+    # While the last component to be entered ran, or after it: the record does not tell the two apart.
+    return phase == record.phases[-1] or bool(record.uses and record.uses[-1][0] in phase.active)
+
+
+def _refused_bytes(error: str) -> int:
+    """Return the size that the allocator refused, as torch words it; 0 if the text does not say."""
+    found = re.search(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB|TiB)", error)
+    if found is None:
+        return 0
+    return int(float(found[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(found[2]))
+
+
+def _unobserved(inputs: PlanInputs, limits: list[PhaseLimit]) -> list[PhaseLimit]:
+    # A short probe may never reach a second stage; its memory must not be given away.
+    observed = {name for limit in limits for name in limit.active}
+    worst = max((limit.fixed_bytes for limit in limits), default=0)
+    return [
+        PhaseLimit(
+            key=f"use:{spec.name} (not observed)",
+            active=(spec.name,),
+            lingering=None,
+            fixed_bytes=worst,
+            gap_bytes=0,
+            ran_bytes=None,
+            measured=False,
+        )
+        for spec in inputs.specs
+        if spec.name not in observed and spec.total_bytes
+    ]

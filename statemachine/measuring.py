@@ -1,0 +1,92 @@
+"""What a round measures before it plans: a small request, a probe at full shape, and samples to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from residency.errors import WarmupFailed
+from residency.gpu.records import RequestKind, RequestRecord
+from residency.gpu.workload import Workload
+from residency.statemachine.policy import Policy
+from residency.statemachine.probing import bounded_workload, fit_probe, measured_steps
+from residency.statemachine.worker import Observer, Worker
+
+if TYPE_CHECKING:
+    from residency.statemachine.worker import Measured
+
+
+@dataclass(slots=True, kw_only=True)
+class Measuring:
+    """Runs measured requests for one round and hands each record out as soon as it exists.
+
+    target: the default workload. clock: monotonic ns, for time budgets. on_record: called after every request.
+    """
+
+    worker: Worker
+    target: Workload
+    policy: Policy
+    observer: Observer
+    clock: Callable[[], int]
+    on_record: Callable[[RequestRecord], None]
+    records: list[RequestRecord] = field(default_factory=list)
+
+    @property
+    def small(self) -> Workload:
+        """The bounded shape of a first, cold request."""
+        return bounded_workload(self.target, self.policy)
+
+    def calibrate(self) -> Workload | None:
+        """Measure the placement in force; returns the shape to take samples at, None if no request succeeded.
+
+        A small request first: a cold one at full shape would mix one-time costs into every figure. Then the probe,
+        the default shape shrunk until it should fit; then the small shape again, without what the probe left behind.
+        Raises WarmupFailed for anything but out of memory.
+        """
+        small = self.small
+        first = self.run(RequestKind.BOUNDED, small).record
+        shape = self._probe_shape(small, first)
+        if shape == small:
+            return small if first.succeeded else None
+        probe = self.run(RequestKind.PROBE, shape).record
+        again = self.run(RequestKind.BOUNDED, small).record
+        if probe.succeeded:
+            return shape
+        return small if again.succeeded else None
+
+    def samples(self, kind: RequestKind, shape: Workload, *, num_max: int) -> tuple[Measured, ...]:
+        """Run up to num_max requests within the policy's time budget, at least one; stops at the first failure."""
+        taken: list[Measured] = []
+        budget_ns = int(self.policy.sample_budget_s * 1e9)
+        begun = self.clock()
+        while len(taken) < num_max and (not taken or self.clock() - begun < budget_ns):
+            taken.append(self.run(kind, shape))
+            if not taken[-1].record.succeeded:
+                break
+        return tuple(taken)
+
+    def run(self, kind: RequestKind, shape: Workload) -> Measured:
+        """Run one measured request. Raises WarmupFailed for anything but out of memory."""
+        size = f"{shape.width}x{shape.height}x{shape.frames}, {shape.steps} steps"
+        self.observer.working(f"{kind.value} request, {size}")
+        try:
+            measured = self.worker.measure(kind, shape)
+        except WarmupFailed as error:
+            failed = error.fields.get("record")
+            if failed is not None:
+                self._keep(failed)
+            raise
+        self._keep(measured.record)
+        return measured
+
+    def _keep(self, record: RequestRecord) -> None:
+        self.records.append(record)
+        self.on_record(record)
+
+    def _probe_shape(self, small: Workload, first: RequestRecord) -> Workload:
+        full = replace(self.target, steps=measured_steps(self.target, self.policy))
+        if full.units <= small.units:
+            return small
+        worker = self.worker
+        return fit_probe(full, first, worker.specs, worker.placement, worker.device().cap_bytes, self.policy)

@@ -1,0 +1,287 @@
+"""One round: measure, plan, apply, validate, then commit or roll back; journal before and after everything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from residency.effects.transaction import Transaction
+from residency.errors import (
+    EffectFailed,
+    JournalError,
+    PlacementInfeasible,
+    ResidencyError,
+    RollbackFailed,
+    WarmupFailed,
+)
+from residency.gpu.records import RequestKind
+from residency.journal.events import Draft, EventType
+from residency.statemachine.measuring import Measuring
+from residency.statemachine.planning import plan_payload, plan_round
+from residency.statemachine.source import RoundResult
+from residency.statemachine.states import SETTLED, Trigger
+from residency.statemachine.validating import Baseline, compare
+from residency.statemachine.validation import Blame, Reason, Verdict
+
+if TYPE_CHECKING:
+    from residency.effects.spec import EffectSpec
+    from residency.gpu.placement import Placement
+    from residency.gpu.records import RequestRecord
+    from residency.statemachine.context import RoundContext
+    from residency.statemachine.machine import RoundMachine
+    from residency.statemachine.plan import Plan
+    from residency.statemachine.source import Source
+
+
+class Round:
+    """One pass through the states for one proposed placement. The caller holds the pipeline exclusively.
+
+    `run` always leaves the machine settled, or pinned in its initial state, with the placement that the journal
+    names in force. Only RollbackFailed leaves it where it is: then the process must exit.
+    """
+
+    def __init__(self, context: RoundContext, *, number: int, machine: RoundMachine, source: Source) -> None:
+        self.context, self.number, self.machine, self.source = context, number, machine, source
+        self.before = context.worker.placement
+        self.plan: Plan | None = None
+        self.target: Placement | None = source.target
+        self.measuring = Measuring(
+            worker=context.worker,
+            target=context.workload,
+            policy=context.policy,
+            observer=context.observer,
+            clock=context.clock,
+            on_record=self._journal_record,
+        )
+        self._transaction: Transaction | None = None
+        self._last_intent: str | None = None
+
+    def run(self) -> RoundResult:
+        """Go through the round. Raises RollbackFailed, PlacementInfeasible, and whatever interrupts the process.
+
+        Everything else that goes wrong is rolled back and told in the result.
+        """
+        try:
+            try:
+                return self._pass()
+            except RollbackFailed:
+                raise
+            except BaseException as error:  # noqa: BLE001 - an interrupt must be rolled back, too
+                return self._end_early(error)
+        except RollbackFailed as failure:
+            problems = tuple(str(problem) for problem in failure.fields["problems"])
+            payload = {"problems": list(problems)}
+            self.context.log.note(EventType.ROLLBACK_FAILED, round_number=self.number, payload=payload)
+            raise RollbackFailed(round_number=self.number, problems=problems) from failure
+
+    def take_back(self) -> RoundResult:
+        """Measuring -> rolled-back -> measuring, by the effects that lead to the source's target.
+
+        What a kill switch does to a serving worker. Raises RollbackFailed, EffectFailed, JournalError.
+        """
+        assert self.target is not None
+        verdict = Verdict(
+            ok=False, blames=Blame.INFRASTRUCTURE, reason=Reason.INTERRUPTED, detail="the kill switch is on", figures={}
+        )
+        with self.context.interrupts.deferred():
+            effects = self.context.worker.effects(self.target)
+            Transaction(effects, on_intent=self._intent, on_outcome=self._outcome).apply()
+            payload = {"placement": self.target.digest, "verdict": msgspec.to_builtins(verdict)}
+            self._transition(Trigger.ROLL_BACK, payload, self.target)
+            self.context.worker.commit()
+            self._transition(Trigger.MEASURE, {"placement": self.target.digest})
+        return self._result("the kill switch took it back to the initial placement", pinned=True)
+
+    def _pass(self) -> RoundResult:
+        baseline = self._measure_and_plan()
+        if self.source.is_measured and self.plan is not None and self.plan.keep:
+            return self._keep()
+        self._apply()
+        verdict = self._validate(baseline)
+        return self._commit(verdict) if verdict.ok else self._roll_back(verdict)
+
+    def _measure_and_plan(self) -> Baseline:
+        """Measuring -> planned."""
+        baseline = self._measure() if self.source.is_measured else Baseline.journaled(self.source)
+        if self.target is None:
+            self.context.observer.working("planning")
+            inputs, self.plan = plan_round(self.context, self.source, self.measuring.records, self.before, baseline)
+            self.target = self.plan.placement
+        else:
+            inputs = None
+        payload = plan_payload(self.source, self.plan, inputs, target=self.target, previous=self.before)
+        self._transition(Trigger.PLAN, payload, self.target, self.before)
+        return baseline
+
+    def _measure(self) -> Baseline:
+        shape = self.measuring.calibrate()
+        num_max = self.context.policy.samples_max
+        samples = () if shape is None else self.measuring.samples(RequestKind.BASELINE, shape, num_max=num_max)
+        return Baseline.measured(samples, self.measuring.records, shape)
+
+    def _keep(self) -> RoundResult:
+        """Planned -> committed: there is nothing to change."""
+        self._transition(Trigger.KEEP, {"placement": self.before.digest, **self._validated_by(None)})
+        return self._result("the plan is the placement in force", kept=True)
+
+    def _apply(self) -> None:
+        """Planned -> applied: every effect between its intent and its outcome."""
+        assert self.target is not None
+        effects = self.context.worker.effects(self.target)
+        self._transaction = Transaction(effects, on_intent=self._intent, on_outcome=self._outcome)
+        self.context.observer.working(f"moving {len(effects)} components" if effects else "nothing to move")
+        with self.context.interrupts.deferred():
+            self._transaction.apply()
+        self._transition(Trigger.APPLY, {"placement": self.target.digest, "num_effects": len(effects)})
+
+    def _validate(self, baseline: Baseline) -> Verdict:
+        """Applied -> validating: run under the new placement, and compare."""
+        self._transition(Trigger.VALIDATE, {})
+        return compare(self.context, self.source, self.measuring, baseline)
+
+    def _commit(self, verdict: Verdict) -> RoundResult:
+        """Validating -> committed; afterwards host copies that nobody needs are released."""
+        assert self.target is not None
+        payload = {"placement": self.target.digest, **self._validated_by(verdict)}
+        self._transition(Trigger.COMMIT, payload)
+        with self.context.interrupts.deferred():
+            self.context.worker.commit()
+        return self._result(verdict.detail, verdict=verdict)
+
+    def _roll_back(self, verdict: Verdict, *, error: Exception | None = None, rewarm: bool = True) -> RoundResult:
+        """Any unsettled state -> rolled-back: undo, say so, and warm the restored placement again."""
+        was_moved = self._transaction is not None
+        with self.context.interrupts.deferred():
+            if self._transaction is not None:
+                self._transaction.revert()
+            pinned = self.context.switch() is not None
+            payload = {"placement": self.before.digest, "verdict": msgspec.to_builtins(verdict)}
+            try:
+                self._transition(Trigger.ROLL_BACK, payload)
+            except JournalError:
+                # The weights are back; the next start closes the round that the journal could not.
+                self.machine.fire(Trigger.ROLL_BACK, pinned=pinned)
+        if pinned:
+            return self._pin()
+        if rewarm and was_moved and self.context.log.usable:
+            error = self._rewarm() or error
+        return self._result(f"{verdict.reason.value}: {verdict.detail}", verdict=verdict, error=error)
+
+    def _rewarm(self) -> Exception | None:
+        shapes = [one.workload for one in self.measuring.records if one.succeeded]
+        try:
+            self.measuring.run(RequestKind.REWARM, shapes[-1] if shapes else self.measuring.small)
+        except (WarmupFailed, JournalError) as error:
+            return error
+        return None
+
+    def _pin(self) -> RoundResult:
+        """Rolled-back -> measuring: where a kill switch holds the machine."""
+        try:
+            self._transition(Trigger.MEASURE, {"placement": self.before.digest})
+        except JournalError:
+            self.machine.fire(Trigger.MEASURE, pinned=True)
+        return self._result("the kill switch was thrown in mid-round", pinned=True)
+
+    def _end_early(self, error: BaseException) -> RoundResult:
+        """Roll back after an exception; raise it again if it is not the round's own business."""
+        if self.machine.state in SETTLED:
+            if isinstance(error, Exception):
+                # Committed is committed: a host copy that could not be released costs memory, not correctness.
+                return self._result(f"committed; releasing host copies failed: {error}", error=error)
+            raise error
+        is_broken = isinstance(error, (WarmupFailed, PlacementInfeasible)) or not isinstance(error, Exception)
+        result = self._roll_back(
+            _verdict_of(error),
+            error=error if isinstance(error, Exception) else None,
+            rewarm=not is_broken,
+        )
+        if isinstance(error, PlacementInfeasible) or not isinstance(error, Exception):
+            raise error
+        return result
+
+    # What is written, and when.
+
+    def _transition(self, trigger: Trigger, payload: dict[str, Any], *blobs: Placement) -> None:
+        """Guard, then write, then change the state. Raises TransitionRefused or JournalError with nothing changed."""
+        pinned = self.context.switch() is not None
+        source = self.machine.state
+        target = self.machine.check(trigger, pinned=pinned)
+        self.context.observer.leaving(source.value)
+        self.context.log.append(
+            Draft(
+                type=EventType.TRANSITION,
+                round=self.number,
+                payload=payload,
+                from_state=source.value,
+                to_state=target.value,
+                trigger=trigger.value,
+                blobs=tuple(placement.to_bytes() for placement in blobs),
+            ),
+            witness=target in SETTLED,
+        )
+        self.machine.fire(trigger, pinned=pinned)
+
+    def _intent(self, spec: EffectSpec, undo: bool) -> None:
+        if not undo:
+            self.context.interrupts.check()
+        payload = {**msgspec.to_builtins(spec), "undo": undo}
+        (event,) = self.context.log.append(
+            Draft(type=EventType.EFFECT_INTENT, round=self.number, payload=payload), witness=True
+        )
+        self._last_intent = event.event_id
+        if not undo:
+            self.context.observer.between_effects(spec.index)
+
+    def _outcome(self, spec: EffectSpec, result: str, error: BaseException | None, duration_ns: int) -> None:
+        payload = {
+            "index": spec.index,
+            "component": spec.component,
+            "result": result,
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "duration_ns": duration_ns,
+        }
+        draft = Draft(type=EventType.EFFECT_OUTCOME, round=self.number, payload=payload, causation=self._last_intent)
+        self.context.log.hold(draft)
+
+    def _journal_record(self, record: RequestRecord) -> None:
+        payload = {"record": msgspec.to_builtins(record)}
+        self.context.log.append(Draft(type=EventType.MEASURED, round=self.number, payload=payload))
+
+    def _validated_by(self, verdict: Verdict | None) -> dict[str, Any]:
+        """Return what a later start needs to restore and to validate this placement."""
+        kinds = {RequestKind.VALIDATION} if verdict is not None else {RequestKind.BASELINE, RequestKind.PROBE}
+        records = [one for one in self.measuring.records if one.kind in kinds and one.succeeded]
+        last = records[-1] if records else None
+        return {
+            "verdict": None if verdict is None else msgspec.to_builtins(verdict),
+            "output_digest": None if last is None else last.output_digest,
+            "workload": None if last is None else msgspec.to_builtins(last.workload),
+            "fingerprint": self.context.fingerprint_digest,
+        }
+
+    def _result(self, reason: str, **fields: Any) -> RoundResult:
+        return RoundResult(
+            number=self.number,
+            source=self.source.kind,
+            state=self.machine.state,
+            reason=reason,
+            plan=self.plan,
+            records=tuple(self.measuring.records),
+            **fields,
+        )
+
+
+def _verdict_of(error: BaseException) -> Verdict:
+    """Say whom an exception blames."""
+    cause = error.__cause__ if isinstance(error, EffectFailed) else error
+    # By name: out of memory is torch's own type, and nothing here may load torch.
+    is_memory = isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"
+    blames, reason = Blame.INFRASTRUCTURE, Reason.INTERRUPTED
+    if isinstance(error, PlacementInfeasible) or is_memory:
+        blames, reason = Blame.PLAN, Reason.OUT_OF_MEMORY
+    elif isinstance(error, WarmupFailed):
+        blames, reason = Blame.REQUEST, Reason.REQUEST_FAILED
+    detail = str(error) if isinstance(error, ResidencyError) else f"{type(error).__name__}: {error}"
+    return Verdict(ok=False, blames=blames, reason=reason, detail=detail, figures={})

@@ -1,0 +1,95 @@
+"""Running requests under a proposed placement, and gathering what the verdict rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from residency.gpu.records import RequestKind, RequestRecord
+from residency.gpu.workload import Workload
+from residency.statemachine.probing import measured_steps
+from residency.statemachine.validation import Evidence, Verdict, judge, noise_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from residency.statemachine.context import RoundContext
+    from residency.statemachine.measuring import Measuring
+    from residency.statemachine.policy import Policy
+    from residency.statemachine.source import Source
+    from residency.statemachine.worker import Measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What the placement before the round did.
+
+    records: timing samples, all of `shape`. full: the largest shape that was tried. expected_output: digest of its
+    output if it gave the same one every time, at least twice. output: one of them, for a declared tolerance.
+    """
+
+    records: tuple[RequestRecord, ...] = ()
+    shape: Workload | None = None
+    full: Workload | None = None
+    expected_output: str | None = None
+    output: object = None
+
+    @classmethod
+    def measured(
+        cls, samples: Sequence[Measured], records: Sequence[RequestRecord], shape: Workload | None
+    ) -> Baseline:
+        """Return the baseline of a round that measured one; `records` are all that it measured."""
+        same_shape = [one for one in records if one.succeeded and one.workload == shape]
+        digests = {one.output_digest for one in same_shape}
+        return cls(
+            records=tuple(one.record for one in samples if one.record.succeeded),
+            shape=shape,
+            full=max((one.workload for one in records), key=lambda workload: workload.units, default=None),
+            expected_output=digests.pop() if len(same_shape) > 1 and len(digests) == 1 else None,
+            output=samples[0].output if samples else None,
+        )
+
+    @classmethod
+    def journaled(cls, source: Source) -> Baseline:
+        """Return what a source knows from an earlier round."""
+        samples = tuple(one for one in source.records if one.kind is RequestKind.BASELINE and one.succeeded)
+        digests = {one.output_digest for one in samples}
+        known = digests.pop() if len(samples) > 1 and len(digests) == 1 else None
+        return cls(
+            records=samples,
+            shape=samples[-1].workload if samples else None,
+            full=max((one.workload for one in source.records), key=lambda one: one.units, default=source.shape),
+            expected_output=source.expected_output or known,
+        )
+
+    def noise_ns(self, policy: Policy) -> int:
+        """Return the spread to expect of a duration, in ns; 0 without samples."""
+        return noise_ns([one.duration_ns for one in self.records], policy)
+
+
+def compare(context: RoundContext, source: Source, measuring: Measuring, baseline: Baseline) -> Verdict:
+    """Run the largest shape once, then samples beside those of the baseline, and judge. Raises WarmupFailed."""
+    full = baseline.full or replace(context.workload, steps=measured_steps(context.workload, context.policy))
+    rewarm = measuring.run(RequestKind.VALIDATION, full)
+    taken: tuple[Measured, ...] = ()
+    if rewarm.record.succeeded and baseline.records and baseline.shape is not None:
+        taken = measuring.samples(RequestKind.VALIDATION, baseline.shape, num_max=len(baseline.records))
+    last = taken[-1] if taken else rewarm
+    close = None  # without a declared tolerance no outputs are kept
+    if baseline.output is not None and last.record.workload == baseline.shape:
+        close = context.worker.outputs_close(baseline.output, last.output)
+    # Another process may hold other weights under the same names and shapes; then outputs may well differ.
+    is_known = source.is_measured or context.is_identified
+    return judge(
+        Evidence(
+            cap_bytes=context.worker.device().cap_bytes,
+            records=tuple(one.record for one in taken) or (rewarm.record,),
+            rewarm=(rewarm.record,),
+            baseline=baseline.records,
+            restore=not baseline.records,
+            expected_output=baseline.expected_output if is_known else None,
+            outputs_close=close,
+            timing_waived=not baseline.records,
+            policy=context.policy,
+        )
+    )

@@ -1,0 +1,132 @@
+"""A process that has everything imported and forks one child for every start of a worker that a test asks for.
+
+Reads one JSON request a line, answers one JSON line: {"status": exit status or -signal, "answer": what the child said}.
+It runs no kernel itself, so that its children inherit no thread pool.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from residency.errors import ResidencyError
+from residency.gpu.output import output_digest
+from residency.journal.store import Journal
+
+torch.set_num_threads(1)
+CHILD_S_MAX = 120
+
+
+def load_tiny() -> Any:
+    """Import the tiny pipeline that the round tests use."""
+    path = Path(__file__).parents[1] / "worker" / "tiny.py"
+    spec = spec_from_file_location("tiny", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["tiny"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def die_at(append: int, *, before: bool, signum: int) -> None:
+    """Have the process killed just before or just after its n-th append to the journal."""
+    plain = Journal.append
+    done = 0
+
+    def counted(self: Journal, *args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done += 1
+        if before and done == append:
+            os.kill(os.getpid(), signum)
+        events = plain(self, *args, **kwargs)
+        if not before and done == append:
+            os.kill(os.getpid(), signum)
+        return events
+
+    Journal.append = counted  # type: ignore[method-assign]
+
+
+class Die:
+    """An observer that kills the process when a state is left, or before an effect is applied."""
+
+    def __init__(self, state: str | None, effect: int | None, signum: int) -> None:
+        self._state, self._effect, self._signum = state, effect, signum
+
+    def working(self, what: str) -> None:
+        pass
+
+    def leaving(self, state: str) -> None:
+        if state == self._state:
+            os.kill(os.getpid(), self._signum)
+
+    def between_effects(self, index: int) -> None:
+        if index == self._effect:
+            os.kill(os.getpid(), self._signum)
+
+
+def start(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
+    """Start one worker, serve one request, and say what came of it."""
+    if "append" in request:
+        die_at(request["append"], before=request["before"], signum=request.get("signal", signal.SIGKILL))
+    worker = tiny.Worker(Path(request["journal"]))
+    die = Die(request.get("state"), request.get("effect"), request.get("signal", signal.SIGKILL))
+    manager = worker.attach(observer=die, **request.get("options", {}))
+    appends = 0
+    plain = Journal.append
+
+    def counted(self: Journal, *args: Any, **kwargs: Any) -> Any:
+        nonlocal appends
+        appends += 1
+        return plain(self, *args, **kwargs)
+
+    Journal.append = counted  # type: ignore[method-assign]
+    report = manager.start()
+    answer: dict[str, Any] = report.to_json()
+    with manager.request():
+        answer["output"] = output_digest(worker.pipeline.request(tiny.WORKLOAD))
+    if not request.get("vanish"):
+        manager.detach()
+    answer["appends"] = appends
+    return answer
+
+
+def serve(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
+    """Fork, start a worker in the child, and wait for it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        signal.alarm(CHILD_S_MAX)
+        code = 0
+        try:
+            said = json.dumps(start(request, tiny))
+        except ResidencyError as error:
+            said, code = json.dumps({"error": str(error)}), error.exit_code
+        with os.fdopen(writing, "w") as pipe:
+            pipe.write(said)
+        # As a crash leaves it, without the interpreter's own clean-up; what a worker must do it has done.
+        os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return {"status": os.waitstatus_to_exitcode(status), "answer": json.loads(said) if said else None}
+
+
+def main() -> None:
+    """Serve requests until the input ends."""
+    tiny = load_tiny()
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(serve(json.loads(line), tiny)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

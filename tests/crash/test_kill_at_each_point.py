@@ -1,0 +1,148 @@
+"""SIGKILL just before and just after every append of a round; every next start recovers, restores or calibrates.
+
+To prove a new crash point, let the round append an event there: the number of appends is counted, not listed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residency.journal.views import StreamView
+
+Start = Callable[..., dict[str, Any]]
+Inspect = Callable[[Path], StreamView]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a first and a second start do if nobody dies."""
+    journal = tmp_path_factory.mktemp("undisturbed") / "journal.db"
+    first, second = start(journal=journal)["answer"], start(journal=journal)["answer"]
+    assert (first["decision"], second["decision"]) == ("committed", "restored")
+    return first, second
+
+
+def test_a_calibration_killed_at_any_append_is_recovered(
+    start: Start, inspect: Inspect, undisturbed: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    calibration, _ = undisturbed
+    for append in range(1, calibration["appends"] + 1):
+        for before in (True, False):
+            journal = tmp_path / f"{append}-{before}.db"
+            killed = start(journal=journal, append=append, before=before)
+            assert killed["status"] == -signal.SIGKILL, (append, before)
+            _recovers(start, inspect, journal, calibration, where=(append, before))
+
+
+def test_a_restore_killed_at_any_append_is_recovered(
+    start: Start, inspect: Inspect, undisturbed: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    calibration, restore = undisturbed
+    committed = tmp_path / "committed.db"
+    assert start(journal=committed)["answer"]["decision"] == "committed"
+    for append in range(1, restore["appends"] + 1):
+        for before in (True, False):
+            journal = _copy(committed, tmp_path / f"{append}-{before}.db")
+            assert start(journal=journal, append=append, before=before)["status"] == -signal.SIGKILL
+            again = start(journal=journal)["answer"]
+            # Blamed once, a committed placement is restored again.
+            assert again["decision"] == "restored", (append, before)
+            assert again["placement_digest"] == calibration["placement_digest"]
+            assert again["output"] == calibration["output"]
+            _is_closed(inspect(journal))
+
+
+def _recovers(start: Start, inspect: Inspect, journal: Path, calibration: dict[str, Any], *, where: object) -> None:
+    again = start(journal=journal)["answer"]
+    assert again["decision"] in ("committed", "restored", "rolled-back", "kept"), where
+    assert again["output"] == calibration["output"], where
+    view = inspect(journal)
+    _is_closed(view)
+    committed = [one.placement for one in view.rounds if one.state == "committed"]
+    if again["decision"] == "restored":
+        assert again["placement_digest"] in committed, where
+    deaths = [epoch.recovered["death"] for epoch in view.epochs if epoch.recovered is not None]
+    moved = [epoch for epoch in view.epochs[:-1] if any(one.num_intents for one in epoch.rounds)]
+    unsettled = [epoch for epoch in moved if epoch.rounds[-1].state not in ("committed", "rolled-back")]
+    blamed = [death for death in deaths if death["blames"] == "plan"]
+    assert len(blamed) == len(unsettled), where
+
+
+def _copy(journal: Path, to: Path) -> Path:
+    """Copy a journal that nobody has open, with the witness of its head."""
+    for suffix in ("", ".head"):
+        shutil.copy(f"{journal}{suffix}", f"{to}{suffix}")
+    return to
+
+
+def _is_closed(view: StreamView) -> None:
+    """No epoch but the last is open, and no intent is in doubt."""
+    assert all(epoch.ended for epoch in view.epochs)
+    assert not any(one.open_intents for one in view.rounds)
+
+
+def test_two_deaths_of_uncommitted_plans_quarantine_planning(start: Start, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.db"
+    assert start(journal=journal, effect=0)["status"] == -signal.SIGKILL
+    # A suspect is planned again from its records, with a larger reserve, and dies again.
+    assert start(journal=journal, effect=0)["status"] == -signal.SIGKILL
+    report = start(journal=journal)["answer"]
+    assert report["decision"] == "gated"
+    assert "quarantined" in report["reason"]
+    assert report["num_requests"] == 0
+    # Another fingerprint is another matter.
+    assert start(journal=journal, options={"cap": 64 * 2**20})["answer"]["decision"] == "kept"
+
+
+def test_a_suspect_is_planned_again_from_its_records_without_a_probe(
+    start: Start, inspect: Inspect, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal.db"
+    assert start(journal=journal, effect=0)["status"] == -signal.SIGKILL
+    report = start(journal=journal)["answer"]
+    assert report["num_probes"] == 0
+    view = inspect(journal)
+    assert view.rounds[-1].source == "suspect"
+    plan = view.rounds[-1].plan
+    assert plan is not None
+    assert plan["inputs"]["reserve_factor"] == 2.0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("state", ["measuring", "planned", "applied", "validating"])
+def test_a_termination_signal_in_mid_round_rolls_back_first(
+    start: Start, inspect: Inspect, tmp_path: Path, state: str, signum: signal.Signals
+) -> None:
+    journal = tmp_path / "journal.db"
+    died = start(journal=journal, state=state, signal=signum)
+    assert died["status"] != 0
+    view = inspect(journal)
+    (epoch,) = view.epochs
+    assert epoch.rounds[-1].state == "rolled-back"
+    assert epoch.stopped == {"reason": "signal", "signal": signum.name}
+    assert not any(one.open_intents for one in view.rounds)
+    # Nobody blames the plan for that.
+    assert start(journal=journal)["answer"]["decision"] == "committed"
+
+
+def test_three_early_deaths_while_serving_quarantine_a_committed_placement(
+    start: Start, inspect: Inspect, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal.db"
+    first = start(journal=journal, vanish=True)["answer"]
+    # Its first life and two more die soon after they began to serve; at two blamed deaths it is out.
+    later = [start(journal=journal, vanish=True)["answer"] for _ in range(4)]
+    assert [one["decision"] for one in later] == ["restored", "restored", "restored", "committed"]
+    assert [one["placement_digest"] == first["placement_digest"] for one in later] == [True, True, True, False]
+    blamed = [
+        epoch.recovered["death"]["placement"]
+        for epoch in inspect(journal).epochs
+        if epoch.recovered is not None and epoch.recovered["death"]["blames"] == "plan"
+    ]
+    assert set(blamed) == {first["placement_digest"]}

@@ -1,0 +1,208 @@
+"""What every device promises, on the emulated one and, where there is one, on CUDA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from residency.errors import SettingsError
+from residency.gpu.cuda import CudaDevice
+from residency.gpu.device import Device, is_out_of_memory
+from residency.gpu.emulated import EmulatedDevice
+from residency.gpu.host_memory import allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 2**20
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device: Device = EmulatedDevice() if request.param == "emulated" else CudaDevice()
+    device.empty_cache()
+    device.reset_peaks()
+    yield device
+    device.limit(device.reading().total_bytes)
+    device.close()
+
+
+def host_bytes(nbytes: int, *, seed: int = 0) -> torch.UntypedStorage:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    storage = allocate(nbytes)
+    storage.copy_(values.untyped_storage())
+    return storage
+
+
+def as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1, 4 * MIB + 3])
+def test_what_is_uploaded_comes_back_bit_for_bit(device: Device, pinned: bool, nbytes: int) -> None:
+    source = host_bytes(nbytes)
+    if pinned:
+        assert device.pin(source)
+    uploaded = device.upload(source, pinned=pinned)
+    device.synchronize()
+    back = device.download(uploaded)
+    device.unpin(source)
+    assert torch.equal(as_tensor(back), as_tensor(source))
+    assert device.moved_bytes() == (nbytes, nbytes)
+
+
+def test_a_download_fills_the_given_storage(device: Device) -> None:
+    uploaded = device.upload(host_bytes(1000), pinned=False)
+    target = allocate(1000)
+    assert device.download(uploaded, into=target) is target
+    assert torch.equal(as_tensor(target), as_tensor(host_bytes(1000)))
+
+
+def test_a_download_into_another_size_is_refused(device: Device) -> None:
+    uploaded = device.upload(host_bytes(1000), pinned=False)
+    with pytest.raises(ValueError, match="1000 bytes cannot be copied into one of 999 bytes"):
+        device.download(uploaded, into=allocate(999))
+
+
+def test_only_what_was_uploaded_is_held(device: Device) -> None:
+    source = host_bytes(1000)
+    uploaded = device.upload(source, pinned=False)
+    assert device.holds(uploaded)
+    assert not device.holds(source)
+    assert not device.holds(device.download(uploaded))
+
+
+def test_an_upload_is_counted_until_it_is_dropped(device: Device) -> None:
+    before = device.memory()
+    uploaded = device.upload(host_bytes(4 * MIB), pinned=False)
+    during = device.memory()
+    assert during.allocated_bytes == before.allocated_bytes + 4 * MIB
+    assert during.reserved_bytes >= during.allocated_bytes
+    del uploaded
+    after = device.memory()
+    assert after.allocated_bytes == before.allocated_bytes
+    assert after.allocated_peak_bytes == during.allocated_bytes
+    device.reset_peaks()
+    assert device.memory().allocated_peak_bytes == before.allocated_bytes
+
+
+def test_results_of_kernels_are_counted_until_they_are_dropped(device: Device) -> None:
+    before_bytes = device.memory().allocated_bytes
+    with device.running():
+        ones = torch.ones(MIB, device=device.torch_device)
+        total = ones * 2 + 1
+        del ones
+    assert device.memory().allocated_bytes == before_bytes + 4 * MIB
+    del total
+    assert device.memory().allocated_bytes == before_bytes
+
+
+def test_past_the_cap_torch_out_of_memory_is_raised_and_nothing_is_kept(device: Device) -> None:
+    source = host_bytes(64 * MIB)
+    device.empty_cache()
+    before = device.memory()
+    device.limit(before.reserved_bytes + 32 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 64.00 MiB") as caught:
+        device.upload(source, pinned=False)
+    assert is_out_of_memory(caught.value)
+    assert device.memory().allocated_bytes == before.allocated_bytes
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 64.00 MiB"), device.running():
+        torch.empty(64 * MIB, dtype=torch.uint8, device=device.torch_device)
+    assert device.memory().allocated_bytes == before.allocated_bytes
+    assert device.holds(device.upload(host_bytes(16 * MIB), pinned=False))
+
+
+def test_a_cap_can_be_raised_again(device: Device) -> None:
+    source = host_bytes(64 * MIB)
+    device.empty_cache()
+    device.limit(device.memory().reserved_bytes + 32 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.upload(source, pinned=False)
+    device.limit(device.reading().total_bytes)
+    assert device.holds(device.upload(source, pinned=False))
+
+
+def test_the_reading_tells_the_cap_in_force(device: Device) -> None:
+    total_bytes = device.reading().total_bytes
+    assert device.reading().cap_bytes == total_bytes
+    device.limit(total_bytes // 2)
+    assert device.reading().cap_bytes == total_bytes // 2
+
+
+@pytest.mark.parametrize("beyond", [True, False])
+def test_an_absurd_cap_is_refused_and_changes_nothing(device: Device, beyond: bool) -> None:
+    before = device.reading()
+    with pytest.raises(SettingsError, match="give a size above 0 and at most that of the device"):
+        device.limit(before.total_bytes + 1 if beyond else 0)
+    assert device.reading() == before
+
+
+def test_weights_uploaded_in_inference_mode_are_no_inference_tensors(device: Device) -> None:
+    layer = torch.nn.Linear(4, 4)
+    with torch.inference_mode(), device.running():
+        uploaded = device.upload(layer.weight.untyped_storage(), pinned=False)
+        with device.moving():
+            layer.weight.data = torch.empty(0, device=device.torch_device).set_(uploaded, 0, (4, 4), (4, 1))
+            layer.bias.data = layer.bias.data.to(device.torch_device)
+    assert not layer.weight.is_inference()
+    with device.running():
+        result = layer(torch.ones(1, 4, device=device.torch_device))
+        result.sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_running_and_moving_nest_in_any_order(device: Device) -> None:
+    with device.running(), device.moving(), device.running(), device.moving():
+        pass
+    before_bytes = device.memory().allocated_bytes
+    with device.running(), device.running():
+        with device.moving():
+            pass
+        with device.running():
+            pass
+        kept = torch.ones(MIB, device=device.torch_device)
+    assert device.memory().allocated_bytes == before_bytes + kept.nbytes
+
+
+def test_pinning_twice_and_unpinning_twice_are_no_ops(device: Device) -> None:
+    storage = host_bytes(3 * MIB + 5)
+    assert device.pin(storage)
+    assert device.pin(storage)
+    device.unpin(storage)
+    device.unpin(storage)
+    assert device.pin(storage)
+    device.unpin(storage)
+    assert torch.equal(as_tensor(storage), as_tensor(host_bytes(3 * MIB + 5)))
+
+
+def test_the_link_is_measured_once_and_every_speed_is_positive(device: Device) -> None:
+    reading = device.measure_link()
+    speeds = (
+        reading.to_device_pinned,
+        reading.to_device_pageable,
+        reading.to_host_pinned,
+        reading.to_host_pageable,
+    )
+    assert all(speed > 0 for speed in speeds)
+    assert device.measure_link() is reading or device.measure_link() == reading
+    assert device.memory().allocated_bytes == 0
+    assert device.moved_bytes() == (0, 0)
+
+
+def test_the_clock_advances_with_work(device: Device) -> None:
+    started_ns = device.now_ns()
+    with device.running():
+        torch.ones(MIB, device=device.torch_device).sum()
+    device.synchronize()
+    assert device.now_ns() > started_ns
+
+
+def test_closing_twice_is_a_no_op(device: Device) -> None:
+    device.close()
+    device.close()
+    with device.running():
+        torch.ones(1, device=device.torch_device)

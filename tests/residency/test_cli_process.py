@@ -1,0 +1,265 @@
+import os
+import pty
+import re
+import resource
+import select
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residency.journal.events import Draft, EventType
+
+READING = ["rounds", "log", "placement", "explain", "replay", "verify"]
+COMMAND = [sys.executable, "-m", "residency"]
+
+
+@pytest.mark.parametrize("verb", [*READING, "show"])
+def test_no_journal_at_the_path_is_exit_code_3(verb: str, run: Callable[..., Any], tmp_path: Path) -> None:
+    done = run(verb, *(["1"] if verb == "show" else []), "--journal", "missing.db")
+
+    assert (done.code, done.out) == (3, "")
+    assert done.err.startswith("error: journal ") and "missing.db: does not exist; " in done.err
+    assert done.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_exit_code_3(run: Callable[..., Any], tmp_path: Path) -> None:
+    done = run("rounds", "--journal", str(tmp_path))
+
+    assert (done.code, done.err.count("\n")) == (3, 1)
+
+
+def test_a_file_that_is_no_journal_is_exit_code_5_and_untouched(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "notes.db").write_text("not a database")
+
+    done = run("rounds", "--journal", "notes.db")
+
+    assert (done.code, done.err.count("\n")) == (5, 1)
+    assert (tmp_path / "notes.db").read_text() == "not a database"
+
+
+def test_a_journal_of_a_newer_format_is_exit_code_4(committed: Any, run: Callable[..., Any]) -> None:
+    committed.journal.close()
+    connection = sqlite3.connect(committed.path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+
+    done = run("rounds", "--journal", "journal.db")
+
+    assert done.code == 4
+    assert "format 99 is newer than this program's" in done.err
+
+
+def test_another_kind_of_database_is_exit_code_3(run: Callable[..., Any]) -> None:
+    done = run("rounds", "--journal", "postgresql://host/fleet")
+
+    assert (done.code, done.err.count("\n")) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("frobnicate",),
+        ("log", "--frobnicate"),
+        ("log", "-n", "-1"),
+        ("log", "-n", "many"),
+        ("log", "--since", "someday"),
+        ("show",),
+        ("show", "zero"),
+        ("show", "0"),
+        ("placement", "--at", "someday"),
+        ("rounds", "--stream", "nobody"),
+        ("rounds", "--journal", ""),
+        ("demo", "--vram", "24"),
+        ("demo", "--device", "tpu"),
+        ("demo", "--crash-at", "committed"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_code_2_and_one_line(
+    arguments: tuple[str, ...], committed: Any, run: Callable[..., Any]
+) -> None:
+    done = run(*arguments, environment={"RESIDENCY_JOURNAL": "journal.db"})
+
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["rounds", "log", "placement", "explain"])
+def test_several_streams_without_a_choice_are_listed(verb: str, committed: Any, run: Callable[..., Any]) -> None:
+    committed.start(stream="other worker", epoch="epoch-9")
+
+    unclear = run(verb, "--journal", "journal.db")
+    chosen = run(verb, "--journal", "journal.db", "--stream", "worker")
+
+    assert unclear.code == 2
+    assert "2 streams, name one with --stream: other worker, worker" in unclear.err
+    assert chosen.code == 0
+
+
+@pytest.mark.parametrize("verb", ["rounds", "log", "placement", "explain", "replay"])
+def test_a_journal_without_events_is_said_to_be_empty(verb: str, story: Any, run: Callable[..., Any]) -> None:
+    done = run(verb, "--journal", "journal.db", "--json")
+
+    assert done.out == ""
+    assert done.err.count("\n") == 1
+    assert done.code == (1 if verb in ("placement", "explain") else 0)
+
+
+def test_the_variable_names_the_journal_and_the_option_wins(committed: Any, run: Callable[..., Any]) -> None:
+    by_variable = run("rounds", environment={"RESIDENCY_JOURNAL": "journal.db"})
+    by_option = run("rounds", "--journal", "journal.db", environment={"RESIDENCY_JOURNAL": "missing.db"})
+    by_default = run("rounds")
+
+    assert (by_variable.code, by_option.code, by_default.code) == (0, 0, 3)
+    assert "state/residency/journal.db" in by_default.err
+
+
+def test_reading_verbs_load_neither_torch_nor_sqlalchemy(
+    committed: Any, clean_environment: dict[str, str], tmp_path: Path
+) -> None:
+    verbs = [[verb] for verb in READING] + [["show", "1"], ["replay", "--dry-run"], ["graph"]]
+    code = (
+        "import sys; from residency.cli import main\n"
+        f"codes = [main(verb) for verb in {verbs!r}]\n"
+        "print(codes, sorted({'torch', 'sqlalchemy', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    environment = {**clean_environment, "RESIDENCY_JOURNAL": "journal.db"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+
+    assert done.stderr.splitlines()[-1] == f"{[0] * len(verbs)} []"
+
+
+def test_reading_changes_nothing_in_the_journal(crashed: Any, run: Callable[..., Any]) -> None:
+    crashed.journal.close()
+    before = {path.name: path.read_bytes() for path in crashed.path.parent.iterdir() if path.is_file()}
+
+    codes = [run(verb, "--journal", "journal.db").code for verb in READING]
+
+    assert codes == [0] * len(READING)
+    after = {path.name: path.read_bytes() for path in crashed.path.parent.iterdir() if path.is_file()}
+    assert {name: after[name] for name in before} == before
+
+
+def test_the_reader_of_a_pipe_may_go_away(committed: Any, clean_environment: dict[str, str]) -> None:
+    for _ in range(5):
+        committed.commit(2)
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with os.fdopen(writing, "wb") as closed:
+        command = [*COMMAND, "log", "--json", "--journal", str(committed.path)]
+        done = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False, env=clean_environment
+        )
+
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_follow_prints_what_comes_and_ends_by_ctrl_c(committed: Any, clean_environment: dict[str, str]) -> None:
+    command = [*COMMAND, "log", "--follow", "--json", "-n", "1", "--journal", str(committed.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            first = process.stdout.readline()
+            stopped = Draft(type=EventType.STOPPED, round=0, payload={"reason": "exit", "signal": None})
+            committed.write(stopped)
+            ready, _, _ = select.select([process.stdout], [], [], 10)
+            second = process.stdout.readline() if ready else b""
+            process.send_signal(signal.SIGINT)
+            code = process.wait(timeout=10)
+        finally:
+            process.kill()
+        assert b'"position":9' in first
+        assert b'"position":10' in second and b'"stopped"' in second
+        assert (code, process.stderr.read()) == (130, b"")
+
+
+def on_a_terminal(arguments: list[str], environment: dict[str, str], *, columns: int) -> str:
+    """Run a verb on a terminal of so many columns and return what it shows."""
+    main, side = pty.openpty()
+    environment = {**environment, "COLUMNS": str(columns), "TERM": "xterm"}
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=side, stderr=side, stdin=side, env=environment)
+    os.close(side)
+    shown = b""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            part = os.read(main, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        shown += part
+    os.close(main)
+    process.wait(timeout=10)
+    return shown.decode()
+
+
+def test_a_terminal_gets_colour_and_rows_no_wider_than_itself(
+    committed: Any, clean_environment: dict[str, str]
+) -> None:
+    shown = on_a_terminal(["log", "--journal", str(committed.path)], clean_environment, columns=80)
+    rounds = on_a_terminal(["rounds", "--journal", str(committed.path)], clean_environment, columns=80)
+
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" in shown
+    assert "\x1b[32m" in rounds
+
+
+def test_no_color_takes_the_colour_away(committed: Any, clean_environment: dict[str, str]) -> None:
+    environment = {**clean_environment, "NO_COLOR": "1"}
+
+    assert "\x1b" not in on_a_terminal(["rounds", "--journal", str(committed.path)], environment, columns=80)
+
+
+def test_help_names_every_verb_and_every_exit_code(run: Callable[..., Any]) -> None:
+    text = run("--help").out
+
+    for verb in ("demo", "rounds", "log", "show", "placement", "explain", "replay", "verify", "graph", "doctor"):
+        assert f"\n  {verb} " in text
+    for code in ("0", "1", "2", "3", "4", "5", "70", "71", "72", "130", "141"):
+        assert re.search(rf"^ +{code}  +[a-z]", text, re.MULTILINE), code
+
+
+@pytest.mark.parametrize("verb", [*READING, "show", "graph", "doctor", "demo"])
+def test_every_verb_explains_itself(verb: str, run: Callable[..., Any]) -> None:
+    done = run(verb, "--help")
+
+    assert done.code == 0
+    assert len(done.out.splitlines()) > 4
+
+
+def test_the_last_of_100_000_events_are_shown_within_300_ms(story: Any, clean_environment: dict[str, str]) -> None:
+    note = Draft(type=EventType.GATED, round=0, payload={"reason": "busy", "detail": "one of many events"})
+    for _ in range(50):
+        story.journal.append([note] * 2_000, stream="worker", epoch="epoch-1")
+    command = [*COMMAND, "log", "-n", "20", "--journal", str(story.path)]
+
+    times, shown = [], ""
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        shown = subprocess.run(command, capture_output=True, text=True, env=clean_environment, check=True).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+    assert len(shown.splitlines()) == 21
+    # One thread that waits for nothing: the time on the processor is what a person waits on an idle machine.
+    assert min(times) < 0.3
+
+
+def test_the_console_script_is_the_same_command(run: Callable[..., Any]) -> None:
+    script = Path(sys.executable).with_name("residency")
+
+    assert script.stat().st_mode & stat.S_IXUSR
+    assert subprocess.run([script, "graph"], capture_output=True, text=True, check=True).stdout == run("graph").out
