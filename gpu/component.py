@@ -165,9 +165,13 @@ class ManagedComponent:
         """After use: take what the mode keeps on the host back there. A second call, or one while in use: no-op."""
         if self.fixed_reason is not None or self.users:
             return
-        for store in self._away():
-            if not store.is_idle:
-                store.offload()
+        left = [store for store in self._away() if not store.is_idle]
+        for store in left:
+            store.offload()
+        if left and self.placement.mode is Mode.COMPONENT_OFFLOAD:
+            # What others allocate must not be cut out of these blocks: a piece that outlives the request would keep
+            # the next load from finding room under the cap.
+            self._device.empty_cache()
 
     def release_host(self) -> None:
         """Give up the host copies of weights that stay on the device under this placement."""

@@ -8,10 +8,12 @@ import statistics
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, SupportsInt, cast
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from residency.gpu.device import MemoryReading
 from residency.gpu.host_memory import allocate
@@ -19,13 +21,14 @@ from residency.gpu.limits import check_cap, check_same_size
 from residency.gpu.records import DeviceReading, LinkReading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
 log = logging.getLogger(__name__)
 
 # One registration of 512 GiB or more fails on some drivers; a chunk well below that costs nothing.
 PIN_CHUNK_BYTES = 64 * 2**30
+ALIGNMENT_BYTES = 512  # what the allocator itself gives; kernels with vector loads count on it
 LINK_COPY_BYTES = 256 * 2**20  # Long enough that the launch of a copy does not count.
 LINK_COPY_BYTES_MIN = 2**20
 LINK_COPIES = 3
@@ -129,6 +132,26 @@ class CudaDevice:
             self._to_device_bytes += nbytes
         return target.untyped_storage()
 
+    def upload_all(self, sources: Sequence[tuple[torch.UntypedStorage, bool]]) -> list[torch.UntypedStorage]:
+        """Return device copies of several (host storage, is it pinned), all or none, in one block of the allocator.
+
+        Storage by storage the allocator would round and split: 22 GiB of weights in 1,400 tensors reserved 24 GiB.
+        Ordering and lifetime of sources as in `upload`. Raises torch.OutOfMemoryError; nothing is kept then.
+        """
+        sizes = [source.nbytes() for source, _ in sources]
+        starts = [0, *accumulate(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for nbytes in sizes)]
+        copies = []
+        with self.moving(), torch.cuda.device(self._device):
+            block = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+            for (source, pinned), start, nbytes in zip(sources, starts, sizes, strict=False):
+                part = block[start : start + nbytes]
+                part.copy_(_as_bytes(source), non_blocking=pinned)
+                # Through DLPack every part gets a storage of its own, of its exact size, which keeps the block alive.
+                copies.append(from_dlpack(part).untyped_storage() if nbytes else block.new_empty(0).untyped_storage())
+        with self._lock:
+            self._to_device_bytes += sum(sizes)
+        return copies
+
     def download(
         self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
     ) -> torch.UntypedStorage:
@@ -180,7 +203,7 @@ class CudaDevice:
         with self._lock:
             if not nbytes or address in self._pinned:
                 return True
-            if storage.is_pinned():
+            if _as_bytes(storage).is_pinned():  # the storage's own method warns in some torch versions
                 self._pinned[address] = (storage, [])
                 return True
             registered: list[int] = []

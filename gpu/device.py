@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from residency.gpu.records import DeviceReading, LinkReading
@@ -61,6 +62,14 @@ class Device(Protocol):
 
     def upload(self, source: torch.UntypedStorage, *, pinned: bool) -> torch.UntypedStorage:
         """Return a device copy of a host storage. Raises torch.OutOfMemoryError; nothing is kept then."""
+        ...
+
+    def upload_all(self, sources: Sequence[tuple[torch.UntypedStorage, bool]]) -> list[torch.UntypedStorage]:
+        """Return device copies of several (host storage, is it pinned), all or none, from as little memory as it takes.
+
+        Allocators round every block up; where that costs, one block holds all copies and lives as long as any of them.
+        Raises torch.OutOfMemoryError; nothing is kept then.
+        """
         ...
 
     def download(

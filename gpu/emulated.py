@@ -16,7 +16,7 @@ from residency.gpu.limits import check_cap, check_same_size
 from residency.gpu.records import DeviceReading, LinkReading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 # Larger than any single card, so that every real cap can be emulated; memory is counted, not reserved.
 TOTAL_BYTES = 256 * 2**30
@@ -127,6 +127,11 @@ class EmulatedDevice:
         with self._lock:
             self._to_device_bytes += nbytes
         return target
+
+    def upload_all(self, sources: Sequence[tuple[torch.UntypedStorage, bool]]) -> list[torch.UntypedStorage]:
+        """Return device copies of several (host storage, is it pinned), all or none. Raises torch.OutOfMemoryError."""
+        self._ledger.check_room(sum(source.nbytes() for source, _ in sources))
+        return [self.upload(source, pinned=pinned) for source, pinned in sources]
 
     def download(
         self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None

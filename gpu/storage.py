@@ -149,9 +149,9 @@ class HostStore:
         self.is_idle = False
         with bookkeeping(self._device):
             try:
-                for cell in missing:
-                    assert cell.host is not None
-                    cell.device = self._device.upload(cell.host, pinned=cell.pinned)
+                sources = [(cell.host, cell.pinned) for cell in missing if cell.host is not None]
+                for cell, copied in zip(missing, self._device.upload_all(sources), strict=True):
+                    cell.device = copied
                 for cell in missing:
                     _bind_device(cell)
                 self.on_device = True

@@ -28,8 +28,8 @@ def main(journal: Path, device: str, vram: str | None, pipeline: str) -> None:
     options += ["--vram", vram] if vram else []
     click.secho("1. a first start calibrates and commits", bold=True)
     first = _start(options)
-    click.secho("2. a second start is killed with SIGKILL between its first effect and its verdict", bold=True)
-    _start([*options, "--crash-at", "applied"], killed=True)
+    click.secho("2. a second start is killed with SIGKILL between two effects", bold=True)
+    _start([*options, "--crash-at", "planned"], killed=True)
     click.secho("3. a third start recovers and restores", bold=True)
     third = _start(options)
     click.secho("4. the journal's account of it", bold=True)

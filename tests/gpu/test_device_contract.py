@@ -206,3 +206,28 @@ def test_closing_twice_is_a_no_op(device: Device) -> None:
     device.close()
     with device.running():
         torch.ones(1, device=device.torch_device)
+
+
+def test_several_uploads_are_copies_of_their_own_size_and_are_given_back(device: Device) -> None:
+    sources = [host_bytes(1000), host_bytes(0), host_bytes(513, seed=1)]
+    before = device.memory().allocated_bytes
+    copies = device.upload_all([(source, False) for source in sources])
+    device.synchronize()
+    assert [copy.nbytes() for copy in copies] == [1000, 0, 513]
+    for source, copy in zip(sources, copies, strict=True):
+        assert torch.equal(as_tensor(device.download(copy)), as_tensor(source))
+        assert copy.nbytes() == 0 or device.holds(copy)
+    last = copies.pop()
+    del copy, copies
+    assert torch.equal(as_tensor(device.download(last)), as_tensor(sources[-1]))
+    del last
+    assert device.memory().allocated_bytes == before
+
+
+def test_several_uploads_that_do_not_fit_leave_nothing(device: Device) -> None:
+    device.limit(64 * MIB)
+    before = device.memory().allocated_bytes
+    half = allocate(40 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.upload_all([(half, False), (half, False)])
+    assert device.memory().allocated_bytes == before

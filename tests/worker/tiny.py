@@ -24,9 +24,9 @@ WORKLOAD = residency.Workload(width=128, height=128, frames=1, steps=6, batch=1)
 
 
 class Encoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.project = nn.Linear(WIDTH, WIDTH)
+        self.project = nn.Linear(width, width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.project(tokens))
@@ -35,10 +35,10 @@ class Encoder(nn.Module):
 class Denoiser(nn.Module):
     scale: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.register_buffer("scale", torch.full((WIDTH,), 0.5), persistent=False)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.register_buffer("scale", torch.full((width,), 0.5), persistent=False)
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -47,9 +47,9 @@ class Denoiser(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, 3 * WIDTH)
+        self.layer = nn.Linear(width, 3 * width)
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         return self.decode(latents)
@@ -63,12 +63,15 @@ class Pipeline:
     """Three components and a request; `calls` counts requests, `fail` is raised in the middle of each."""
 
     modules: dict[str, nn.Module]
+    width: int
+    device: torch.device
     calls: list[Any] = field(default_factory=list)
     fail: Callable[[Any], None] | None = None
 
     def request(self, shape: Any) -> torch.Tensor:
         self.calls.append(shape)
-        tokens = torch.ones(shape.batch, shape.width * shape.height // 256, WIDTH) / WIDTH
+        num_tokens = shape.width * shape.height // 256
+        tokens = torch.ones(shape.batch, num_tokens, self.width, device=self.device) / self.width
         latents = self.modules["encoder"](tokens)
         for _ in range(shape.steps):
             latents = self.modules["denoiser"](latents)
@@ -78,12 +81,12 @@ class Pipeline:
         return decoded
 
 
-def make_pipeline() -> Pipeline:
+def make_pipeline(width: int = WIDTH, device: str = "cpu") -> Pipeline:
     torch.manual_seed(0)
-    modules = {"encoder": Encoder(), "denoiser": Denoiser(), "decoder": Decoder()}
+    modules = {"encoder": Encoder(width), "denoiser": Denoiser(width), "decoder": Decoder(width)}
     for module in modules.values():
         module.eval().requires_grad_(False)
-    return Pipeline(modules)
+    return Pipeline(modules, width, torch.device(device))
 
 
 class Worker:
