@@ -129,6 +129,11 @@ class ManagedPipeline:
             for component in self._components.values():
                 component.release_host()
 
+    def minimize(self) -> None:
+        """From now on keep only the hooks that the placement in force needs. Only while no call is running."""
+        self._minimal = True
+        self._sync_hooks()
+
     @contextmanager
     def request(self) -> Iterator[None]:
         """Enter around one request. Nests on one thread; other threads wait, then get PipelineBusy."""

@@ -9,13 +9,16 @@ from residency.errors import WorkloadError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One request shape. `width`, `height` in pixels; `frames`, `steps`, `batch` are counts, all at least 1."""
+    """One request shape. `width`, `height` in pixels; `frames`, `steps`, `batch` are counts, all at least 1.
 
-    width: int
-    height: int
-    frames: int
-    steps: int
-    batch: int
+    None of them may be left out: each is 0 then, and refused with WorkloadError like any other that is no size.
+    """
+
+    width: int = 0
+    height: int = 0
+    frames: int = 0
+    steps: int = 0
+    batch: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -28,7 +28,6 @@ Exit codes:
   141  the reader of a pipe went away
 A worker ends with
   70   a rollback failed, where the weights are is unknown
-  71   the worker could not start
   72   no placement fits under the cap
 """
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from residency.errors import (
+    EffectFailed,
     JournalError,
     PipelineBusy,
     PlacementInfeasible,
@@ -71,25 +72,24 @@ class Control:
         self._lock = threading.Lock()
         self._outcomes: dict[tuple[str, str, int, int], dict[str, Any]] = {}
 
-    def handle(self, request: Mapping[str, Any], *, ready: bool, decision: str) -> dict[str, Any]:
+    def handle(self, request: Mapping[str, Any], *, ready: bool, decision: str | None) -> dict[str, Any]:
         """Serve one request and return its outcome as JSON values. Blocks while a round runs, except for status.
 
         Raises SettingsError for what is no request, RollbackFailed after journaling it.
         """
-        try:
-            asked = msgspec.convert(dict(request), ControlRequest)
-        except (msgspec.ValidationError, TypeError, ValueError) as error:
-            raise SettingsError(
-                f"control request {dict(request)!r} is none: {error}; "
-                "send {verb, epoch, round, attempt, args} with verb status, calibrate, validate or roll_back"
-            ) from error
+        asked = _read(request)
         if asked.verb is Verb.STATUS:
             return {**self._now(), "verb": asked.verb.value, "ready": ready, "decision": decision}
-        with self._lock:
+        if decision is None:
+            return self._answer(asked, Outcome.REFUSED, "busy: start() has not returned")
+        wait_s = self._epoch.setup.policy.busy_wait_s
+        if not self._lock.acquire(timeout=wait_s):
+            return self._answer(asked, Outcome.REFUSED, f"busy: another request has been served for over {wait_s:g} s")
+        try:
             known = self._outcomes.get(asked.key)
-            if known is not None:
-                return {**known, "repeated": True}
-            return self._serve(asked)
+            return self._serve(asked) if known is None else {**known, "repeated": True}
+        finally:
+            self._lock.release()
 
     def _serve(self, asked: ControlRequest) -> dict[str, Any]:
         number = self._epoch.round_number
@@ -100,7 +100,7 @@ class Control:
             # Not remembered: the same request may be served once the reason is gone.
             word = "stale" if isinstance(error, StaleRequest) else "busy"
             return self._answer(asked, Outcome.REFUSED, f"{word}: {error}")
-        except (JournalError, PlacementInfeasible) as error:
+        except (EffectFailed, JournalError, PlacementInfeasible) as error:
             outcome, reason = Outcome.REFUSED, str(error)
         except RollbackFailed as error:
             self._keep(asked, self._answer(asked, Outcome.ROLLBACK_FAILED, str(error)))
@@ -173,3 +173,15 @@ class Control:
             "state": self._epoch.machine.state.value,
             "placement": self._epoch.setup.worker.placement.digest,
         }
+
+
+def _read(request: object) -> ControlRequest:
+    """Return the request that was sent. Raises SettingsError for anything that is none, or is no JSON."""
+    try:
+        # Through JSON, which is what is journaled with the outcome: what cannot be written is refused before a round.
+        return msgspec.json.decode(msgspec.json.encode(request), type=ControlRequest)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"control request {request!r} is none: {error}; "
+            "send {verb, epoch, round, attempt, args} with verb status, calibrate, validate or roll_back"
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,8 +13,7 @@ import msgspec
 import torch
 import transformers.utils.logging
 
-from residency.demo_pipeline import SEED_WEIGHTS, SIZES, build, request
-from residency.errors import ResidencyError, SettingsError
+from residency.errors import PlacementInfeasible, ResidencyError, SettingsError
 from residency.gpu.devices import open_device
 from residency.gpu.output import output_digest
 from residency.manager import attach
@@ -68,15 +68,24 @@ def run(
     except ResidencyError as error:
         click.echo(f"error: {error}", err=True)
         return error.exit_code
+    except torch.OutOfMemoryError as error:
+        # While building, or in the request that is served: residency's own measured requests expect it.
+        problem = str(error).splitlines()[0].rstrip(".")
+        click.echo(f"error: not even one request fits: {problem}; raise the cap (--vram)", err=True)
+        return PlacementInfeasible.exit_code
 
 
 def _run(device: str, vram: str | None, journal: str | None, crash_at: str | None, pipeline: str, json: bool) -> int:
-    _quieten()
-    size = SIZES.get(pipeline)
+    quieten()
+    # Only now: it is while their classes are imported that the libraries say most.
+    import residency.demo_pipeline as ours
+
+    size = ours.SIZES.get(pipeline)
     if size is None:
-        raise SettingsError(f"there is no demo pipeline {pipeline!r}; choose {' or '.join(SIZES)}")
+        raise SettingsError(f"there is no demo pipeline {pipeline!r}; choose {' or '.join(ours.SIZES)}")
     cap = vram or size.cap
-    crash = Crash(crash_at, quiet=json)
+    # Whoever reads JSON may collect the standard error, too; only a person at a terminal wants to see progress there.
+    crash = Crash(crash_at, quiet=json and not sys.stderr.isatty())
     # Before anything is loaded, so that loading is under the cap, too.
     target = open_device(
         device, cap_bytes=parse_size(cap, name="vram"), allocator_settings=allocator_settings()
@@ -85,24 +94,24 @@ def _run(device: str, vram: str | None, journal: str | None, crash_at: str | Non
         # Kernels this small gain nothing from a second thread, and lose much on a busy machine.
         torch.set_num_threads(1)
     crash.working(f"building the {size.name} pipeline")
-    pipe = build(size, device=target)
+    pipe = ours.build(size, device=target)
     manager = attach(
         pipe,
         journal=journal,
         workload=size.workload,
-        warmup=lambda shape: request(pipe, size, shape, device=target),
+        warmup=lambda shape: ours.request(pipe, size, shape, device=target),
         name="demo",
         vram=cap,
         device=device,
         # The weights are drawn from a seed, so that this is their content's identity.
-        identity={"weights": f"{size.name}, seed {SEED_WEIGHTS}"},
+        identity={"weights": f"{size.name}, seed {ours.SEED_WEIGHTS}"},
         policy=size.policy,
         observer=crash,
     )
     try:
         report = manager.start()
         with manager.request():
-            image = request(pipe, size, size.workload, device=target)
+            image = ours.request(pipe, size, size.workload, device=target)
         answer = _answer(manager, report, size, image)
         click.echo(msgspec.json.encode(answer, order="sorted").decode() if json else _text(report, answer))
     finally:
@@ -140,7 +149,7 @@ def _text(report: Report, answer: dict[str, Any]) -> str:
     )
 
 
-def _quieten() -> None:
-    """Silence what the libraries say about a pipeline that was made here and not loaded."""
+def quieten() -> None:
+    """Silence what the libraries say about packages they miss, and about a pipeline made here and not loaded."""
     diffusers.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()

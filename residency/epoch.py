@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from residency.errors import JournalError, JournalNewer, StreamInUse, WarmupFailed
+from residency.epoch_facts import gate_facts, started_payload
+from residency.errors import EffectFailed, JournalError, WarmupFailed
 from residency.gpu.placement import Placement
 from residency.gpu.records import RequestKind
 from residency.gpu.workload import Workload
@@ -19,9 +20,10 @@ from residency.journal.fold import fold_stream
 from residency.journal.host import boot_id
 from residency.journal.store import Journal
 from residency.report import Decision, Report
+from residency.settings import KillSwitch
 from residency.statemachine.context import RoundContext
 from residency.statemachine.epoch_log import EpochLog
-from residency.statemachine.gate import Facts, Gate, GateReason, check_gate
+from residency.statemachine.gate import Gate, GateReason, check_gate
 from residency.statemachine.machine import RoundMachine
 from residency.statemachine.recovery import DecisionKind, closing, decide
 from residency.statemachine.round import Round
@@ -31,7 +33,6 @@ from residency.statemachine.validation import Blame
 
 if TYPE_CHECKING:
     from residency.journal.views import RoundView
-    from residency.settings import KillSwitch
     from residency.statemachine.recovery import Decision as Recovery
     from residency.statemachine.worker import Interruptible, Observer
     from residency.worker_setup import Setup
@@ -57,6 +58,7 @@ class Epoch:
         self.results: list[RoundResult] = []
         self._stream_lock = ExitStack()
         self._problem: JournalError | None = None
+        self._is_begun = False
 
     @property
     def round_number(self) -> int:
@@ -75,6 +77,9 @@ class Epoch:
         self.observer.working("placing the weights where they start from")
         self.setup.worker.place(self.setup.initial)
         decision, reason, error = self._decide()
+        if self.pinned is not None:
+            # Thrown after the pipeline was attached, it is hooked for rounds that will not come.
+            self.setup.worker.pipeline.minimize()
         ready_ms = (time.perf_counter() - begun) * 1e3
         journal_ms = 0.0 if self.journal is None else self.journal.spent_ns / 1e6
         records = [record for result in self.results for record in result.records]
@@ -100,7 +105,7 @@ class Epoch:
 
     def end(self, *, reason: str, signal: str | None = None) -> None:
         """Say that this life ended, and let go of journal and stream. A second call is a no-op."""
-        self._note(EventType.STOPPED, {"reason": reason, "signal": signal})
+        self._say_stopped({"reason": reason, "signal": signal})
         self._stream_lock.close()
         if self.journal is not None:
             self.journal.close()
@@ -115,26 +120,41 @@ class Epoch:
         self.machine = RoundMachine(number, self.machine.state)
         result = Round(self._context(self.log), number=number, machine=self.machine, source=source).run()
         self.results.append(result)
+        if self.log.failure is not None:
+            self._lose_journal(self.log.failure)
         if result.pinned:
-            self._pin()
+            # A round that somebody asked for went back to what was committed before it; a kill switch goes further.
+            self.take_back()
         return result
 
     def take_back(self) -> RoundResult | None:
-        """Go back to the initial placement because the kill switch was thrown while serving, and stay there.
+        """Go back to the initial placement because the kill switch was thrown, with or without a journal; stay there.
 
-        None if that placement is in force already. Raises RollbackFailed, EffectFailed, JournalError.
+        None if there was nothing to journal. Raises RollbackFailed, EffectFailed, PlacementInfeasible.
         """
-        if self.log is None or self.setup.worker.placement == self.setup.initial:
-            self._pin()
-            return None
-        number = self._next_number()
-        if self.machine.state in SETTLED:
-            self._leave_settled(number)
-        self.machine = RoundMachine(number, self.machine.state)
-        source = Source(kind=SourceKind.INITIAL, target=self.setup.initial)
-        result = Round(self._context(self.log), number=number, machine=self.machine, source=source).take_back()
+        result = None
+        if self.setup.worker.placement != self.setup.initial:
+            result = self._return_to_initial()
         self._pin()
         return result
+
+    def _return_to_initial(self) -> RoundResult | None:
+        if self.log is not None:
+            try:
+                number = self._next_number()
+                if self.machine.state in SETTLED:
+                    self._leave_settled(number)
+                self.machine = RoundMachine(number, self.machine.state)
+                source = Source(kind=SourceKind.INITIAL, target=self.setup.initial)
+                return Round(self._context(self.log), number=number, machine=self.machine, source=source).take_back()
+            except (EffectFailed, JournalError):
+                if self.log.failure is None:
+                    raise
+                self._lose_journal(self.log.failure)
+        # A switch that hung on a journal would fail just when things go wrong.
+        self.setup.worker.place(self.setup.initial)
+        self.machine = RoundMachine(self.machine.round_number)
+        return None
 
     def remembered(self) -> tuple[RoundView, ...]:
         """Return the committed rounds under this fingerprint that are not excluded, oldest first. Reads the journal."""
@@ -167,7 +187,7 @@ class Epoch:
     def _open(self) -> None:
         """Open the journal and take the stream; what goes wrong is remembered, never raised."""
         try:
-            self.journal = Journal.open(self.setup.journal)
+            self.journal = Journal.open(self.setup.journal, wait_s=self.setup.policy.journal_wait_s)
             self._stream_lock.callback(self.journal.hold(self.setup.stream).release)
             self.log = EpochLog(self.journal, stream=self.setup.stream, epoch=self.id)
         except JournalError as error:
@@ -196,45 +216,22 @@ class Epoch:
         )
 
     def _begin(self) -> None:
-        payload = {
-            "version": self.setup.version,
-            "fingerprint": self.setup.fingerprint,
-            "fingerprint_digest": self.setup.fingerprint_digest,
-            "initial_placement": self.setup.initial.digest,
-            "configured": dict(self.setup.configured),
-            "specs": msgspec.to_builtins(self.setup.worker.specs),
-            "workload": msgspec.to_builtins(self.setup.workload),
-            "device": msgspec.to_builtins(self.setup.worker.device()),
-            "host": msgspec.to_builtins(self.setup.worker.host()),
-            "recovery": self._recovery_payload(),
-        }
+        payload = started_payload(self.setup, self.recovery)
         blobs = (self.setup.initial.to_bytes(),)
         if self.log is not None:
             try:
                 self.log.append(Draft(type=EventType.EPOCH_STARTED, round=0, payload=payload, blobs=blobs))
+                self._is_begun = True
             except JournalError as error:
                 self._lose_journal(error)
-
-    def _recovery_payload(self) -> dict[str, Any] | None:
-        found = self.recovery
-        if found is None:
-            return None
-        return {
-            "kind": found.kind.value,
-            "reason": found.reason,
-            "round": None if found.round is None else found.round.number,
-            "differences": list(found.differences),
-            "excluded": list(found.excluded),
-        }
 
     def _decide(self) -> tuple[Decision, str, str | None]:
         """Return what was decided, in a word and in a line, and the error behind it."""
         switch = self.setup.switch()
         if switch is not None:
-            self.pinned = switch
-            self._note(EventType.PINNED, {"reason": "kill-switch", "by": switch.by, "value": switch.value})
+            self._pin()
             return Decision.PINNED, f"the kill switch {switch.by} is on ({switch.value!r})", None
-        self.gate = check_gate(self._facts())
+        self.gate = check_gate(gate_facts(self.setup, problem=self._problem, recovery=self.recovery))
         if self.gate is not None:
             return self._gated(self.gate)
         assert self.recovery is not None
@@ -244,7 +241,7 @@ class Epoch:
         try:
             source = self._first_source(recovery)
             result = self.run_round(source)
-            if source.kind is SourceKind.JOURNAL and result.state is State.ROLLED_BACK and self._usable():
+            if source.kind is SourceKind.JOURNAL and result.state is State.ROLLED_BACK and self.log is not None:
                 log.warning("the restore was rolled back (%s); calibrating", result.reason)
                 result = self.run_round(self._calibration(recovery, after=result))
         except JournalError as error:
@@ -255,18 +252,17 @@ class Epoch:
 
     def _told(self, result: RoundResult, recovery: Recovery) -> tuple[Decision, str, str | None]:
         error = None if result.error is None else str(result.error)
-        if result.pinned:
-            return Decision.PINNED, result.reason, error
+        if self.pinned is not None:
+            return Decision.PINNED, f"{result.reason}: {self.pinned.by} is on ({self.pinned.value!r})", error
         if result.state is State.COMMITTED:
             restored = result.source is SourceKind.JOURNAL
             decision = Decision.KEPT if result.kept else Decision.RESTORED if restored else Decision.COMMITTED
             why = f"{recovery.reason}; {result.reason}" if restored else result.reason
             return decision, why, error
-        if self.log is not None and self.log.failure is not None:
-            self._lose_journal(self.log.failure)
+        if self.log is None:
             return Decision.WITHOUT_JOURNAL, f"rolled back, {self._problem}", str(self._problem)
         if isinstance(result.error, WarmupFailed) and result.plan is None:
-            self.gate = check_gate(self._facts(warmup_problem=str(result.error)))
+            self.gate = check_gate(gate_facts(self.setup, problem=None, recovery=recovery, failed=result.error))
             assert self.gate is not None
             return (*self._gated(self.gate)[:2], error)
         return Decision.ROLLED_BACK, result.reason, error
@@ -307,24 +303,6 @@ class Epoch:
 
     def _gated_without_journal(self) -> tuple[Decision, str, str | None]:
         return Decision.WITHOUT_JOURNAL, str(self._problem), str(self._problem)
-
-    def _facts(self, *, warmup_problem: str | None = None) -> Facts:
-        setup, problem, recovery = self.setup, self._problem, self.recovery
-        is_held = isinstance(problem, StreamInUse)
-        movable = [spec for spec in setup.worker.specs if spec.name not in setup.configured and len(spec.modes) > 1]
-        is_quarantined = recovery is not None and recovery.kind is DecisionKind.QUARANTINED
-        return Facts(
-            stream_holder=str(problem) if is_held else None,
-            journal_newer=str(problem) if isinstance(problem, JournalNewer) else None,
-            journal_problem=None if problem is None or is_held else str(problem),
-            num_ranks=setup.num_ranks,
-            has_warmup=setup.has_warmup,
-            has_workload=setup.workload is not None,
-            num_movable=len(movable),
-            fixed=tuple(setup.configured.items()),
-            quarantine=recovery.reason if recovery is not None and is_quarantined else None,
-            warmup_problem=warmup_problem,
-        )
 
     # Between rounds.
 
@@ -369,12 +347,10 @@ class Epoch:
         )
 
     def _pin(self) -> None:
-        self.pinned = self.setup.switch()
-        by, value = (self.pinned.by, self.pinned.value) if self.pinned is not None else ("unknown", "")
-        self._note(EventType.PINNED, {"reason": "kill-switch", "by": by, "value": value})
-
-    def _usable(self) -> bool:
-        return self.log is not None and self.log.usable
+        # Taken away again meanwhile, it has still ended this life's rounds.
+        self.pinned = self.setup.switch() or KillSwitch(by="unknown", value="")
+        payload = {"reason": "kill-switch", "by": self.pinned.by, "value": self.pinned.value}
+        self._note(EventType.PINNED, payload)
 
     def _lose_journal(self, error: JournalError) -> None:
         log.warning("%s", error)
@@ -384,6 +360,17 @@ class Epoch:
     def _note(self, kind: EventType, payload: dict[str, Any]) -> None:
         if self.log is not None:
             self.log.note(kind, round_number=self.machine.round_number, payload=payload)
+            if self.log.failure is not None:
+                self._lose_journal(self.log.failure)
+
+    def _say_stopped(self, payload: dict[str, Any]) -> None:
+        """Say how this life ended, even if the journal failed in mid-round: else the next start blames the plan."""
+        if self.log is not None:
+            self._note(EventType.STOPPED, payload)
+        elif self.journal is not None and self._is_begun:
+            draft = Draft(type=EventType.STOPPED, round=self.machine.round_number, payload=payload)
+            with suppress(JournalError):
+                self.journal.append([draft], stream=self.setup.stream, epoch=self.id)
 
 
 def _blames_plan(result: RoundResult) -> bool:

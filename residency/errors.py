@@ -131,6 +131,7 @@ class StreamInUse(JournalError):
             problem=f"stream {stream!r} is in use by {holder}",
             remedy="give each worker its own name (attach(name=...) or RESIDENCY_NAME)",
         )
+        self.fields |= {"stream": stream, "holder": holder}
 
 
 class JournalNewer(JournalError):

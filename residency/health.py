@@ -29,6 +29,8 @@ class HealthApp:
         elif scope["type"] == "http":
             code, body = self.answer(scope["method"], scope["path"])
             headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+            if code == 405:
+                headers.append((b"allow", b"GET, HEAD"))
             await send({"type": "http.response.start", "status": code, "headers": headers})
             content = b"" if scope["method"] == "HEAD" else msgspec.json.encode(body)
             await send({"type": "http.response.body", "body": content})

@@ -41,13 +41,18 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        # Other threads are not counted: they may leave last, and could not restore the handlers.
+        if threading.current_thread() is not threading.main_thread():
+            return self
         self._entered += 1
-        if self._entered == 1 and threading.current_thread() is threading.main_thread():
+        if self._entered == 1:
             for signum in SIGNALS:
                 self._previous[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         self._entered -= 1
         if self._entered == 0:
             for signum, handler in self._previous.items():

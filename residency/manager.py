@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from residency.control import Control
 from residency.epoch import Epoch
-from residency.errors import EffectFailed, JournalError, SettingsError
+from residency.errors import EffectFailed, JournalError, PlacementInfeasible, SettingsError
 from residency.gpu.devices import limit_device as limit
 from residency.health import HealthApp
 from residency.interrupts import Interrupts, StopNotice, Terminated, deliver
@@ -143,6 +143,10 @@ class Manager:
         """
         with self._starting:
             if self._report is None:
+                if self._is_ended:
+                    raise SettingsError(
+                        "start() after detach(), or after a start that failed; attach the pipeline again"
+                    )
                 try:
                     self._report = self._exclusively(self._epoch.start)
                 except BaseException:
@@ -156,12 +160,11 @@ class Manager:
     def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Serve a control request: {verb, epoch, round, attempt, args}, verb status, calibrate, validate, roll_back.
 
-        Idempotent: the same four return the same outcome. Raises SettingsError for what is no request,
-        RollbackFailed (end the process).
+        Idempotent: the same four return the same outcome. Until start() has returned only status is served.
+        Raises SettingsError for what is no request, RollbackFailed (end the process).
         """
-        if self._report is None:
-            raise SettingsError("no control request before start() has returned; call start() first")
-        return self._control.handle(request, ready=self.ready, decision=self._report.decision.value)
+        decision = None if self._report is None else self._report.decision.value
+        return self._control.handle(request, ready=self.ready, decision=decision)
 
     def health(self) -> HealthApp:
         """Return an ASGI app with /health/live and /health/ready."""
@@ -175,7 +178,7 @@ class Manager:
             "epoch": self._epoch.id,
             "round": self._epoch.round_number,
             "decision": None if self._report is None else self._report.decision.value,
-            "working": self._status.what,
+            "working": "ended" if self._is_ended else self._status.what,
             "elapsed_s": round(time.monotonic() - self._status.since, 3),
         }
 
@@ -195,9 +198,9 @@ class Manager:
         self._pipeline.detach()
         self._end("detach")
 
-    def _exclusively(self, run: Callable[[], Result]) -> Result:
+    def _exclusively(self, run: Callable[[], Result], *, wait_s: float | None = None) -> Result:
         """Run with the pipeline to ourselves, termination signals held where weights move."""
-        wait_s = self._setup.policy.busy_wait_s
+        wait_s = self._setup.policy.busy_wait_s if wait_s is None else wait_s
         try:
             with self._interrupts, self._pipeline.exclusive("a round", wait_s), self._status.in_round():
                 return run()
@@ -211,8 +214,9 @@ class Manager:
         if self._epoch.pinned is not None or self._setup.switch() is None:
             return
         try:
-            self._exclusively(self._take_back)
-        except (EffectFailed, JournalError) as error:
+            # The request would wait as long for its turn.
+            self._exclusively(self._take_back, wait_s=self._setup.policy.request_wait_s)
+        except (EffectFailed, JournalError, PlacementInfeasible) as error:
             log.warning("the kill switch is on, but going back failed: %s", error)
 
     def _take_back(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from residency.errors import ModeUnavailable, SettingsError, UnknownComponent
+from residency.errors import ModeUnavailable, SettingsError
 from residency.gpu.adapters import components_of
 from residency.gpu.device import Device
 from residency.gpu.devices import open_device
@@ -90,7 +90,7 @@ def prepare(pipe: object, options: Options) -> Setup:
     switch = partial(kill_switch, sentinel_path(journal))
     host_ram = None if options.host_ram is None else parse_size(options.host_ram, name="host_ram")
     cap = None if options.vram is None else parse_size(options.vram, name="vram")
-    _check_callable(options.warmup)
+    _check_types(options)
     modules, owner = components_of(pipe)
     device = _device(options.device, cap)
     device.guard()
@@ -166,7 +166,7 @@ def read_placement(
 ) -> dict[str, ComponentPlacement]:
     """Return the placement that `Manager.export_placement` wrote, for every component that can be moved.
 
-    Raises SettingsError for a file that is none, UnknownComponent and ModeUnavailable if it is another pipeline's.
+    Raises SettingsError for a file that is none, or another pipeline's.
     """
     try:
         placement = Placement.from_bytes(Path(path).read_bytes())
@@ -175,9 +175,12 @@ def read_placement(
             f"placement file {str(path)!r} cannot be used: {error}; write one with export_placement()", path=str(path)
         ) from error
     by_name = {spec.name: spec for spec in specs}
-    for name in placement.components:
-        if name not in by_name:
-            raise UnknownComponent(component=name, known=tuple(by_name))
+    if placement.components.keys() != by_name.keys():
+        raise SettingsError(
+            f"placement file {str(path)!r} is another pipeline's: it places {', '.join(sorted(placement.components))}, "
+            f"this one has {', '.join(sorted(by_name))}; write one with export_placement()",
+            path=str(path),
+        )
     movable = {name: one for name, one in placement.components.items() if by_name[name].fixed_reason is None}
     for name, one in movable.items():
         try:
@@ -193,8 +196,23 @@ def _derived_name(specs: Sequence[ComponentSpec], device_index: int) -> str:
     return "worker-" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:12]
 
 
-def _check_callable(warmup: object) -> None:
+def _check_types(options: Options) -> None:
+    """Raise SettingsError for what a worker without a type checker may have passed by mistake."""
+    warmup, workload = options.warmup, options.workload
     if warmup is not None and not callable(warmup):
         raise SettingsError(
             f"warmup is a {type(warmup).__name__}, not a function; pass one that takes a Workload and runs one request"
         )
+    if workload is not None and not isinstance(workload, Workload):
+        raise SettingsError(
+            f"workload is a {type(workload).__name__}, not a Workload; "
+            "pass residency.Workload(width=..., height=..., frames=..., steps=..., batch=...)"
+        )
+    for name, value in (("modes", options.modes), ("identity", options.identity or {})):
+        if not isinstance(value, Mapping):
+            raise SettingsError(
+                f"{name} is a {type(value).__name__}, {value!r}; pass a mapping of component to {_OF[name]}"
+            )
+
+
+_OF = {"modes": "mode", "identity": "what identifies its weights"}

@@ -21,32 +21,38 @@ _TIERS = (HostTier.PINNED, HostTier.PAGEABLE)
 class Candidate:
     """A complete placement of one component.
 
-    pinned_bytes: of its host copy. host_bytes: host memory that applying it takes anew. changed: from the current.
+    idle_bytes, used_bytes: weights on the device between requests, and while it runs. pinned_bytes: of its host copy.
+    host_bytes: host memory that applying it takes anew. changed: from the current.
     """
 
     spec: ComponentSpec = field(repr=False)
     placement: ComponentPlacement
     transfer_ns: int
+    idle_bytes: int
+    used_bytes: int
     pinned_bytes: int
     host_bytes: int
     changed: bool
 
     def held_bytes(self, active: tuple[str, ...], lingering: str | None) -> int:
         """Return the weight bytes on the device in a memory phase."""
-        return held_bytes(self.spec, self.placement, active=active, lingering=lingering)
-
-    @property
-    def idle_bytes(self) -> int:
-        """Weight bytes on the device between requests."""
-        return self.spec.device_bytes(self.placement, in_use=False)
+        is_used = _is_used(self.spec, self.placement, active=active, lingering=lingering)
+        return self.used_bytes if is_used else self.idle_bytes
 
 
 def held_bytes(
     spec: ComponentSpec, placement: ComponentPlacement, *, active: tuple[str, ...], lingering: str | None
 ) -> int:
-    """Return the weight bytes of a component in a phase: a whole one stays until another is entered, slots do not."""
+    """Return the weight bytes of a component in a phase."""
+    return spec.device_bytes(placement, in_use=_is_used(spec, placement, active=active, lingering=lingering))
+
+
+def _is_used(
+    spec: ComponentSpec, placement: ComponentPlacement, *, active: tuple[str, ...], lingering: str | None
+) -> bool:
+    # A whole component stays until another is entered; slots do not.
     stays = placement.mode is Mode.COMPONENT_OFFLOAD and spec.name == lingering
-    return spec.device_bytes(placement, in_use=spec.name in active or stays)
+    return spec.name in active or stays
 
 
 def candidates(spec: ComponentSpec, inputs: PlanInputs, record: RequestRecord | None) -> tuple[Candidate, ...]:
@@ -76,13 +82,16 @@ def _candidate(
 ) -> Candidate:
     pinned = placement.tier is HostTier.PINNED
     # Only what leaves the device has a host copy that counts.
-    away_bytes = spec.total_bytes - spec.device_bytes(placement, in_use=False)
+    idle_bytes = spec.device_bytes(placement, in_use=False)
+    away_bytes = spec.total_bytes - idle_bytes
     # Pinned copies live in mappings of their own, and a resident component may have no host copy at all.
     anew = placement.tier is not None and (current.tier is None or (pinned and current.tier is not HostTier.PINNED))
     return Candidate(
         spec=spec,
         placement=placement,
         transfer_ns=exposed_transfer_ns(spec, placement, use, inputs.link),
+        idle_bytes=idle_bytes,
+        used_bytes=spec.device_bytes(placement, in_use=True),
         pinned_bytes=away_bytes if pinned else 0,
         host_bytes=away_bytes if anew else 0,
         changed=placement != current,

@@ -51,16 +51,11 @@ class PhaseLimit:
 
     def cap_needed(self, inputs: PlanInputs, weight_bytes: int) -> int:
         """Return the smallest cap under which the phase may hold so many weights."""
-        low, high = weight_bytes + self.fixed_bytes, 1
-        while high - self.reserve_bytes(inputs, high) < low:
-            high *= 2
-        while low < high:
-            middle = (low + high) // 2
-            if middle - self.reserve_bytes(inputs, middle) >= weight_bytes + self.fixed_bytes:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        cap = needed = weight_bytes + self.fixed_bytes
+        # The reserve grows with the cap, but more slowly: from below, this ends at the least cap that will do.
+        while (larger := needed + self.reserve_bytes(inputs, cap)) > cap:
+            cap = larger
+        return cap
 
 
 def phase_limits(inputs: PlanInputs) -> tuple[PhaseLimit, ...]:

@@ -11,7 +11,7 @@ from residency.gpu.specs import ComponentSpec
 from residency.gpu.workload import Workload
 from residency.statemachine.policy import Policy
 
-PLANNER_VERSION = 1  # raised whenever equal inputs may give another plan
+PLANNER_VERSION = 2  # raised whenever equal inputs may give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from residency.statemachine.plan import (
     Prediction,
 )
 from residency.statemachine.probing import bounded_workload, fit_probe
-from residency.statemachine.solver import Problem, solve
+from residency.statemachine.problem import Problem, with_ceiling
+from residency.statemachine.solver import solve
 from residency.statemachine.timing import compute_ns, timing_record
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def predict(inputs: PlanInputs, placement: Placement) -> Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
     limits: tuple[PhaseLimit, ...]
+    by_time: Problem
+    prices: tuple[int, ...]
     choice: _Choice
     fastest: _Choice
     num_nodes: int
@@ -150,26 +153,33 @@ class _Planner:
         return found
 
     def _choose(self, limits: tuple[PhaseLimit, ...], *, is_relaxed: bool) -> _Search | None:
-        num_nodes_max = self.inputs.policy.solver_nodes_max
-        by_time = self._problem([[part.transfer_ns for part in options] for options in self.options], limits)
+        num_nodes_max, num_refused = self.inputs.policy.solver_nodes_max, len(self.forbidden)
+        by_time = self._problem(self._times(), limits)
         current = self._current_choice()
         start = current if by_time.fits(current) and self._allowed(current) else None
-        first = solve(by_time, num_nodes_max=num_nodes_max, tie_break=self.digest, allowed=self._allowed, start=start)
+        first = solve(by_time, num_nodes_max=num_nodes_max, allowed=self._allowed, num_refused=num_refused, start=start)
         if first.choice is None:
             return None
-        thrift = self._problem(
-            self._thrift_costs(),
-            limits,
-            time_limit=by_time.cost(first.choice) + self._tolerance_ns(by_time.cost(first.choice)),
+        least_ns = by_time.cost(first.choice)
+        thrift = with_ceiling(
+            by_time, costs=self._thrift_costs(), ceiling=least_ns + self._tolerance_ns(least_ns), prices=first.prices
         )
         second = solve(
-            thrift, num_nodes_max=num_nodes_max, tie_break=self.digest, allowed=self._allowed, start=first.choice
+            thrift,
+            num_nodes_max=num_nodes_max,
+            tie_break=self.digest,
+            allowed=self._allowed,
+            num_refused=num_refused,
+            start=first.choice,
         )
         assert second.choice is not None
+        is_as_fast = by_time.cost(second.choice) == least_ns
         return _Search(
             limits=limits,
+            by_time=by_time,
+            prices=first.prices,
             choice=second.choice,
-            fastest=first.choice,
+            fastest=second.choice if is_as_fast else first.choice,
             num_nodes=first.num_nodes + second.num_nodes,
             exact=first.exact and second.exact,
             relaxed=is_relaxed,
@@ -177,10 +187,9 @@ class _Planner:
 
     def _problem(
         self,
-        costs: list[list[int]],
+        costs: tuple[tuple[int, ...], ...],
         limits: tuple[PhaseLimit, ...],
         *,
-        time_limit: int | None = None,
         cap_bytes: int | None = None,
     ) -> Problem:
         inputs = self.inputs if cap_bytes is None else replace(self.inputs, cap_bytes=cap_bytes)
@@ -195,30 +204,30 @@ class _Planner:
         # What is pinned already may stay so, whatever the budget has become.
         pin_limit = max(host.pin_budget_bytes, sum(part.pinned_bytes for part in current))
         bounds = [limit.weight_limit(inputs) for limit in phases] + [pin_limit, max(0, host.available_bytes)]
-        if time_limit is not None:
-            bounds.append(time_limit)
         loads = tuple(
             tuple(
                 (
                     *(part.held_bytes(limit.active, limit.lingering) for limit in phases),
                     part.pinned_bytes,
                     part.host_bytes,
-                    *((part.transfer_ns,) if time_limit is not None else ()),
                 )
                 for part in options
             )
             for options in self.options
         )
-        return Problem(costs=tuple(tuple(one) for one in costs), loads=loads, limits=tuple(bounds))
+        return Problem(costs=costs, loads=loads, limits=tuple(bounds))
 
-    def _thrift_costs(self) -> list[list[int]]:
+    def _times(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(part.transfer_ns for part in options) for options in self.options)
+
+    def _thrift_costs(self) -> tuple[tuple[int, ...], ...]:
         # One whole number holds (device bytes, pinned bytes, changes), compared in that order.
         num_changes = len(self.options) + 1
         pinned = sum(max(part.pinned_bytes for part in options) for options in self.options) + 1
-        return [
-            [(part.idle_bytes * pinned + part.pinned_bytes) * num_changes + part.changed for part in options]
+        return tuple(
+            tuple((part.idle_bytes * pinned + part.pinned_bytes) * num_changes + part.changed for part in options)
             for options in self.options
-        ]
+        )
 
     def _tolerance_ns(self, transfer_ns: int) -> int:
         """Return by how much a request with such transfers may differ and still count as equally fast."""
@@ -256,10 +265,11 @@ class _Planner:
         return [[part.held_bytes(limit.active, limit.lingering) for part in options] for options in self.options]
 
     def _fits_under(self, cap_bytes: int) -> bool:
-        costs = [[0] * len(options) for options in self.options]
+        costs = tuple((0,) * len(options) for options in self.options)
         problem = self._problem(costs, self.limits, cap_bytes=cap_bytes)
         nodes = self.inputs.policy.solver_nodes_max // 16
-        return solve(problem, num_nodes_max=nodes, tie_break=self.digest, allowed=self._allowed).choice is not None
+        found = solve(problem, num_nodes_max=nodes, allowed=self._allowed, num_refused=len(self.forbidden))
+        return found.choice is not None
 
     def _changes(self, choice: _Choice) -> tuple[Change, ...]:
         return tuple(
@@ -275,7 +285,7 @@ class _Planner:
         )
 
     def _what_binds(self, found: _Search) -> tuple[NextChange | None, str]:
-        """Return the cheapest single change that device memory forbids, and what bound the choice, for people."""
+        """Return the cheapest change worth having that device memory forbids, and what bound the choice, for people."""
         parts = self.parts(found.choice)
         best = sum(min(part.transfer_ns for part in options) for options in self.options)
         if sum(part.transfer_ns for part in parts) <= best + self._tolerance_ns(best):
@@ -288,10 +298,10 @@ class _Planner:
         ]
         if not options:
             return None, "host memory: every faster placement needs more of it, or is excluded"
-        # A change too small to be noticed is no advice, unless there is no other.
-        worth = [one for one in options if one.gain_ns >= self._noticeable_ns(parts)] or options
-        change = min(worth, key=lambda one: (one.extra_bytes, -one.gain_ns, one.component))
-        return change, f"device memory in phase {change.phase!r}"
+        # A change too small to be noticed is no advice, but memory is what binds all the same.
+        worth = [one for one in options if one.gain_ns >= self._noticeable_ns(parts)]
+        change = min(worth or options, key=lambda one: (one.extra_bytes, -one.gain_ns, one.component))
+        return change if worth else None, f"device memory in phase {change.phase!r}"
 
     def _noticeable_ns(self, parts: Sequence[Candidate]) -> float:
         request_ns = self.compute_ns + sum(part.transfer_ns for part in parts)
@@ -323,13 +333,12 @@ class _Planner:
 
     def _alternatives(self, found: _Search) -> tuple[Alternative, ...]:
         chosen = self.digest(found.choice)
-        costs = [[part.transfer_ns for part in options] for options in self.options]
-        problem = self._problem(costs, found.limits)
         second = solve(
-            problem,
+            found.by_time,
             num_nodes_max=self.inputs.policy.solver_nodes_max,
-            tie_break=self.digest,
             allowed=lambda choice: choice != found.choice and self._allowed(choice),
+            num_refused=len(self.forbidden) + 1,
+            prices=found.prices,
         ).choice
         initial = tuple(
             next(
@@ -358,7 +367,7 @@ class _Planner:
                     duration_ns=prediction.duration_ns,
                     device_bytes=prediction.device_bytes,
                     pinned_bytes=prediction.pinned_bytes,
-                    feasible=problem.fits(choice) and self._allowed(choice),
+                    feasible=found.by_time.fits(choice) and self._allowed(choice),
                 )
             )
         return tuple(listed)

@@ -32,7 +32,7 @@ class Policy:
     noticeable_fraction: float = 0.01  # of a request: a smaller gain is no advice to anybody
     num_slots: int = 1  # the layerwise engine keeps one streamed layer at a time
     layer_levels_max: int = 32  # steps of at most 1/32 of a component's layers
-    solver_nodes_max: int = 200_000  # about a second; a real pipeline needs a few hundred
+    solver_nodes_max: int = 200_000  # about a second; a real pipeline needs some hundreds
 
     # Validation.
     samples_max: int = 5
@@ -44,6 +44,7 @@ class Policy:
     noise_unknown_fraction: float = 0.05  # of the baseline, with too few samples
 
     # Waiting.
+    journal_wait_s: float = 10.0  # for other writers; the longest append seen with eight of them was 1.1 s
     busy_wait_s: float = 30.0  # for requests in flight, before a round is refused as busy
     request_wait_s: float = 600.0  # of a request, for a round in progress
 
@@ -63,10 +64,11 @@ class Policy:
                 raise ValueError(f"policy {name} is {getattr(self, name)!r}; it must be at least 1")
         if self.activation_margin < 1 or self.suspect_reserve_factor < 1:
             raise ValueError("policy activation_margin and suspect_reserve_factor must be at least 1")
-        if not 0 <= self.reserve_extrapolated_fraction < 0.5:
-            # A suspect's doubled reserve must leave some of the cap.
+        if not 0 <= self.reserve_extrapolated_fraction * self.suspect_reserve_factor < 1:
+            # A suspect's larger reserve must leave some of the cap.
             raise ValueError(
-                f"policy reserve_extrapolated_fraction is {self.reserve_extrapolated_fraction!r}; it must be under 0.5"
+                f"policy reserve_extrapolated_fraction is {self.reserve_extrapolated_fraction!r}; "
+                f"times suspect_reserve_factor ({self.suspect_reserve_factor!r}) it must be under 1"
             )
         if min(self.reserve_measured_bytes, self.probe_margin_bytes) < 0:
             raise ValueError("policy reserve_measured_bytes and probe_margin_bytes must not be negative")

@@ -70,16 +70,19 @@ class Round:
             except BaseException as error:  # noqa: BLE001 - an interrupt must be rolled back, too
                 return self._end_early(error)
         except RollbackFailed as failure:
-            problems = tuple(str(problem) for problem in failure.fields["problems"])
-            payload = {"problems": list(problems)}
-            self.context.log.note(EventType.ROLLBACK_FAILED, round_number=self.number, payload=payload)
-            raise RollbackFailed(round_number=self.number, problems=problems) from failure
+            raise self._failed(failure) from failure
 
     def take_back(self) -> RoundResult:
         """Measuring -> rolled-back -> measuring, by the effects that lead to the source's target.
 
         What a kill switch does to a serving worker. Raises RollbackFailed, EffectFailed, JournalError.
         """
+        try:
+            return self._take_back()
+        except RollbackFailed as failure:
+            raise self._failed(failure) from failure
+
+    def _take_back(self) -> RoundResult:
         assert self.target is not None
         verdict = Verdict(
             ok=False, blames=Blame.INFRASTRUCTURE, reason=Reason.INTERRUPTED, detail="the kill switch is on", figures={}
@@ -103,6 +106,8 @@ class Round:
 
     def _measure_and_plan(self) -> Baseline:
         """Measuring -> planned."""
+        # Before any cost is paid: a kill switch that is on lets no round begin.
+        self.machine.check(Trigger.PLAN, pinned=self.context.switch() is not None)
         baseline = self._measure() if self.source.is_measured else Baseline.journaled(self.source)
         if self.target is None:
             self.context.observer.working("planning")
@@ -155,14 +160,13 @@ class Round:
         with self.context.interrupts.deferred():
             if self._transaction is not None:
                 self._transaction.revert()
-            pinned = self.context.switch() is not None
             payload = {"placement": self.before.digest, "verdict": msgspec.to_builtins(verdict)}
             try:
                 self._transition(Trigger.ROLL_BACK, payload)
             except JournalError:
                 # The weights are back; the next start closes the round that the journal could not.
-                self.machine.fire(Trigger.ROLL_BACK, pinned=pinned)
-        if pinned:
+                self.machine.fire(Trigger.ROLL_BACK)
+        if self.context.switch() is not None:
             return self._pin()
         if rewarm and was_moved and self.context.log.usable:
             error = self._rewarm() or error
@@ -197,18 +201,25 @@ class Round:
             error=error if isinstance(error, Exception) else None,
             rewarm=not is_broken,
         )
-        if isinstance(error, PlacementInfeasible) or not isinstance(error, Exception):
+        if not isinstance(error, Exception) or (isinstance(error, PlacementInfeasible) and not result.pinned):
             raise error
         return result
+
+    def _failed(self, failure: RollbackFailed) -> RollbackFailed:
+        """Journal that a rollback failed, and return the error with this round's number."""
+        problems = tuple(str(problem) for problem in failure.fields["problems"])
+        payload = {"problems": list(problems)}
+        self.context.log.note(EventType.ROLLBACK_FAILED, round_number=self.number, payload=payload)
+        return RollbackFailed(round_number=self.number, problems=problems)
 
     # What is written, and when.
 
     def _transition(self, trigger: Trigger, payload: dict[str, Any], *blobs: Placement) -> None:
         """Guard, then write, then change the state. Raises TransitionRefused or JournalError with nothing changed."""
-        pinned = self.context.switch() is not None
         source = self.machine.state
-        target = self.machine.check(trigger, pinned=pinned)
         self.context.observer.leaving(source.value)
+        pinned = self.context.switch() is not None
+        target = self.machine.check(trigger, pinned=pinned)
         self.context.log.append(
             Draft(
                 type=EventType.TRANSITION,
@@ -253,11 +264,11 @@ class Round:
         """Return what a later start needs to restore and to validate this placement."""
         kinds = {RequestKind.VALIDATION} if verdict is not None else {RequestKind.BASELINE, RequestKind.PROBE}
         records = [one for one in self.measuring.records if one.kind in kinds and one.succeeded]
-        last = records[-1] if records else None
+        largest = max(records, key=lambda one: one.workload.units, default=None)
         return {
             "verdict": None if verdict is None else msgspec.to_builtins(verdict),
-            "output_digest": None if last is None else last.output_digest,
-            "workload": None if last is None else msgspec.to_builtins(last.workload),
+            "output_digest": None if largest is None else largest.output_digest,
+            "workload": None if largest is None else msgspec.to_builtins(largest.workload),
             "fingerprint": self.context.fingerprint_digest,
         }
 

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 class Baseline:
     """What the placement before the round did.
 
-    records: timing samples, all of `shape`. full: the largest shape that was tried. expected_output: digest of its
-    output if it gave the same one every time, at least twice. output: one of them, for a declared tolerance.
+    records: timing samples, all of `shape`. expected_output: digest of their output if it was the same every time, at
+    least twice. output: one of them, for a declared tolerance.
     """
 
     records: tuple[RequestRecord, ...] = ()
     shape: Workload | None = None
-    full: Workload | None = None
     expected_output: str | None = None
     output: object = None
 
@@ -44,7 +43,6 @@ class Baseline:
         return cls(
             records=tuple(one.record for one in samples if one.record.succeeded),
             shape=shape,
-            full=max((one.workload for one in records), key=lambda workload: workload.units, default=None),
             expected_output=digests.pop() if len(same_shape) > 1 and len(digests) == 1 else None,
             output=samples[0].output if samples else None,
         )
@@ -58,7 +56,6 @@ class Baseline:
         return cls(
             records=samples,
             shape=samples[-1].workload if samples else None,
-            full=max((one.workload for one in source.records), key=lambda one: one.units, default=source.shape),
             expected_output=source.expected_output or known,
         )
 
@@ -68,8 +65,11 @@ class Baseline:
 
 
 def compare(context: RoundContext, source: Source, measuring: Measuring, baseline: Baseline) -> Verdict:
-    """Run the largest shape once, then samples beside those of the baseline, and judge. Raises WarmupFailed."""
-    full = baseline.full or replace(context.workload, steps=measured_steps(context.workload, context.policy))
+    """Run the default shape once, then samples beside those of the baseline, and judge. Raises WarmupFailed.
+
+    The default shape, even where the placement before could not run it: what cannot serve it must not be committed.
+    """
+    full = replace(context.workload, steps=measured_steps(context.workload, context.policy))
     rewarm = measuring.run(RequestKind.VALIDATION, full)
     taken: tuple[Measured, ...] = ()
     if rewarm.record.succeeded and baseline.records and baseline.shape is not None:
@@ -79,7 +79,9 @@ def compare(context: RoundContext, source: Source, measuring: Measuring, baselin
     if baseline.output is not None and last.record.workload == baseline.shape:
         close = context.worker.outputs_close(baseline.output, last.output)
     # Another process may hold other weights under the same names and shapes; then outputs may well differ.
-    is_known = source.is_measured or context.is_identified
+    is_known = source.is_measured or (
+        context.is_identified and last.record.workload == (baseline.shape or source.shape)
+    )
     return judge(
         Evidence(
             cap_bytes=context.worker.device().cap_bytes,

@@ -31,31 +31,40 @@ class Worker(Protocol):
     @property
     def specs(self) -> tuple[ComponentSpec, ...]:
         """What the pipeline consists of."""
+        ...
 
     @property
     def placement(self) -> Placement:
         """The placement in force."""
+        ...
 
     def measure(self, kind: RequestKind, workload: Workload) -> Measured:
         """Run the warmup once. Out of memory gives a failed record; anything else raises WarmupFailed."""
+        ...
 
     def effects(self, target: Placement) -> tuple[Effect, ...]:
         """Return the effects that lead to the target, releases before growth. Moves nothing."""
+        ...
 
     def commit(self) -> None:
         """Release host copies that the placement in force does not need."""
+        ...
 
     def outputs_close(self, first: object, second: object) -> bool:
         """Whether two outputs agree within the tolerance the user declared; False if none was."""
+        ...
 
     def device(self) -> DeviceReading:
         """Return what the device is and the cap in force."""
+        ...
 
     def link(self) -> LinkReading:
         """Measure the link, once."""
+        ...
 
     def host(self) -> HostReading:
         """Read the host's memory now."""
+        ...
 
 
 class Observer(Protocol):
@@ -63,12 +72,15 @@ class Observer(Protocol):
 
     def working(self, what: str) -> None:
         """Say what begins now, in a few words."""
+        ...
 
     def leaving(self, state: str) -> None:
-        """Called in a state just before the transition out of it is written."""
+        """Called in a state just before the transition out of it is checked and written."""
+        ...
 
     def between_effects(self, index: int) -> None:
         """Called after the intent of an effect is durable and before it is applied."""
+        ...
 
 
 class Interruptible(Protocol):
@@ -76,9 +88,11 @@ class Interruptible(Protocol):
 
     def deferred(self) -> AbstractContextManager[None]:
         """Enter around what must not be interrupted."""
+        ...
 
     def check(self) -> None:
         """Raise now what was held back, where stopping is safe."""
+        ...
 
 
 class Silent:

@@ -131,6 +131,20 @@ def test_a_termination_signal_in_mid_round_rolls_back_first(
     assert start(journal=journal)["answer"]["decision"] == "committed"
 
 
+def test_a_serving_worker_that_is_asked_to_terminate_says_so_and_blames_nobody(
+    start: Start, inspect: Inspect, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal.db"
+    # As often as a rollout restarts a worker: more often than early deaths would be forgiven.
+    for number in range(5):
+        died = start(journal=journal, terminate=signal.SIGTERM)
+        assert died["status"] == -signal.SIGTERM
+        last = inspect(journal).epochs[-1]
+        assert last.stopped == {"reason": "signal", "signal": "SIGTERM"}
+        assert last.serving is not None
+        assert last.serving["decision"] == ("restored" if number else "committed")
+
+
 def test_three_early_deaths_while_serving_quarantine_a_committed_placement(
     start: Start, inspect: Inspect, tmp_path: Path
 ) -> None:

@@ -214,11 +214,10 @@ def test_several_uploads_are_copies_of_their_own_size_and_are_given_back(device:
     copies = device.upload_all([(source, False) for source in sources])
     device.synchronize()
     assert [copy.nbytes() for copy in copies] == [1000, 0, 513]
-    for source, copy in zip(sources, copies, strict=True):
-        assert torch.equal(as_tensor(device.download(copy)), as_tensor(source))
-        assert copy.nbytes() == 0 or device.holds(copy)
+    assert all(torch.equal(as_tensor(device.download(c)), as_tensor(s)) for s, c in zip(sources, copies, strict=True))
+    assert all(copy.nbytes() == 0 or device.holds(copy) for copy in copies)
     last = copies.pop()
-    del copy, copies
+    copies.clear()
     assert torch.equal(as_tensor(device.download(last)), as_tensor(sources[-1]))
     del last
     assert device.memory().allocated_bytes == before

@@ -372,3 +372,18 @@ def test_a_hint_from_a_smaller_shape_says_that_it_is_extrapolated(build: Build) 
     plan = make_plan(build.inputs(cap=620 * MIB, workload=target))
     assert plan.next_cheapest is not None
     assert "extrapolated, not measured" in plan.next_cheapest.text
+
+
+def test_a_gain_that_nobody_would_notice_is_no_advice(build: Build) -> None:
+    # The decoder would need the least memory, and save 1 ms of a request of 2 s.
+    specs = (build.spec("encoder", 100 * MIB), build.spec("vae", 2 * MIB))
+    current = build.placement(specs)
+    record = build.record(specs, current, compute_ns=1_000_000_000, activations={"vae": 20 * MIB})
+    hints = {}
+    for fraction in (0.0, 0.01, 0.5):
+        policy = replace(build.policy, noticeable_fraction=fraction)
+        inputs = build.inputs(cap=111 * MIB, specs=specs, records=(record,), policy=policy)
+        plan = make_plan(inputs)
+        assert plan.bound_by.startswith("device memory in phase")
+        hints[fraction] = plan.next_cheapest and plan.next_cheapest.component
+    assert hints == {0.0: "vae", 0.01: "encoder", 0.5: None}

@@ -116,9 +116,11 @@ def small_inputs(draw: st.DrawFn, build: Build) -> PlanInputs:
             available_bytes=2**40, cgroup_cap_bytes=None, pin_budget_bytes=draw(st.integers(0, 120)) * MIB
         ),
     )
-    best = brute_force(inputs, build)
-    if best is not None and draw(st.booleans()):
-        inputs = replace(inputs, excluded=(best.digest,))
+    # One best placement after the other: an option that another one beats is needed once that one is excluded.
+    for _ in range(draw(st.integers(0, 3))):
+        best = brute_force(inputs, build)
+        if best is not None:
+            inputs = replace(inputs, excluded=(*inputs.excluded, best.digest))
     return inputs
 
 
@@ -180,9 +182,3 @@ def test_a_pipeline_of_real_size_is_solved_exactly_within_the_node_bound(build: 
         plan = make_plan(inputs)
         assert plan.exact
         assert plan.num_nodes < 50_000
-
-
-def test_a_solver_out_of_nodes_still_gives_a_placement_that_fits(build: Build) -> None:
-    plan = make_plan(build.inputs(cap=470 * MIB, policy=Policy(reserve_measured_bytes=0, solver_nodes_max=3)))
-    assert not plan.exact
-    assert all(phase.peak_bytes <= phase.limit_bytes for phase in plan.prediction.phases)

@@ -171,3 +171,18 @@ def test_memory_decides_before_output_and_output_before_time(build: Build) -> No
     assert judge(Evidence(cap_bytes=CAP, records=records, baseline=baseline)).reason is Reason.OUTPUT
     same = samples(build, 900, 900, 900)
     assert judge(Evidence(cap_bytes=CAP, records=same, baseline=baseline)).reason is Reason.TIME
+
+
+def test_the_request_after_a_move_counts_for_memory_and_failures_and_not_for_time(build: Build) -> None:
+    records, baseline = samples(build, 100, 100, 100), samples(build, 100, 100, 100)
+    slow, large = samples(build, 5000), samples(build, 100, gap=CAP)
+    verdict = judge(Evidence(cap_bytes=CAP, records=records, rewarm=slow, baseline=baseline))
+    assert verdict.ok and verdict.figures["duration_ns"] == 100 * MS
+    assert verdict.figures["num_samples"] == 3
+    over = judge(Evidence(cap_bytes=CAP, records=records, rewarm=large, baseline=baseline))
+    assert (over.reason, over.blames) == (Reason.MEMORY, Blame.PLAN)
+    out = judge(Evidence(cap_bytes=CAP, records=records, rewarm=(build.failed(slow[0]),), baseline=baseline))
+    assert (out.reason, out.blames) == (Reason.OUT_OF_MEMORY, Blame.PLAN)
+    refused = samples(build, 1, succeeded=False, error="no")
+    failed = judge(Evidence(cap_bytes=CAP, records=records, rewarm=refused, baseline=baseline))
+    assert (failed.reason, failed.blames) == (Reason.REQUEST_FAILED, Blame.REQUEST)

@@ -10,8 +10,30 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from residency.gpu.emulated import EmulatedDevice
+from residency.statemachine.worker import Silent
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+
+class _Acting(Silent):
+    """An observer that acts once, when a state is about to be left."""
+
+    def __init__(self, state: str, act: Callable[[], object]) -> None:
+        self._state, self._act = state, act
+        self._is_done = False
+
+    def leaving(self, state: str) -> None:
+        if state == self._state and not self._is_done:
+            self._is_done = True
+            self._act()
+
+
+@pytest.fixture
+def on_leaving() -> Callable[[str, Callable[[], object]], Silent]:
+    """Make an observer that acts once, when a state is about to be left."""
+    return _Acting
 
 
 @pytest.fixture(scope="session")
@@ -33,5 +55,9 @@ def worker(tiny: Any, tmp_path: Path) -> Iterator[Any]:
     torch.set_num_threads(1)
     yield made
     torch.set_num_threads(threads)
-    for manager in made.managers:
+    for manager in reversed(made.managers):
         manager.detach()
+        device = manager._pipeline.device
+        if isinstance(device, EmulatedDevice):
+            # Else the guards of all earlier tests would look at every operator of the later ones.
+            device.close()

@@ -216,3 +216,17 @@ def test_the_journal_of_every_outcome_verifies(worker: Any) -> None:
     reader = JournalReader.open(worker.journal)
     assert [finding for finding in verify(reader) if finding.kind.value != "note"] == []
     reader.close()
+
+
+def test_a_plan_is_validated_at_the_default_shape_even_if_only_a_smaller_one_could_be_measured(worker: Any) -> None:
+    manager = worker.attach()
+
+    def too_large(shape: Any) -> None:
+        if shape.width == 128:
+            raise torch.OutOfMemoryError("emulated out of memory")
+
+    worker.pipeline.fail = too_large
+    report = manager.start()
+    assert report.decision is not residency.Decision.COMMITTED
+    records = [json.loads(e.payload)["record"] for e in worker.events() if e.type == "measured"]
+    assert all(not one["succeeded"] for one in records if one["workload"]["width"] == 128)

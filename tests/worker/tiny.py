@@ -13,6 +13,7 @@ import residency
 from residency.gpu.emulated import EmulatedDevice
 from residency.journal.fold import fold_stream
 from residency.journal.reader import JournalReader
+from residency.journal.verify import verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +127,14 @@ class Worker:
         reader = JournalReader.open(self.journal)
         try:
             return list(reader.events("tiny"))
+        finally:
+            reader.close()
+
+    def is_sound(self) -> bool:
+        """Whether the journal verifies."""
+        reader = JournalReader.open(self.journal)
+        try:
+            return not [finding for finding in verify(reader) if not finding.is_note]
         finally:
             reader.close()
 
