@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# One registration of 512 GiB or more fails on some drivers; a chunk well below that costs nothing.
-PIN_CHUNK_BYTES = 64 * 2**30
+# One registration of 512 GiB or more fails on some drivers, and a copy across two registrations is refused by all.
+PIN_BYTES_MAX = 64 * 2**30
 ALIGNMENT_BYTES = 512  # what the allocator itself gives; kernels with vector loads count on it
 LINK_COPY_BYTES = 256 * 2**20  # Long enough that the launch of a copy does not count.
 LINK_COPY_BYTES_MIN = 2**20
@@ -57,8 +57,8 @@ class CudaDevice:
         _, self._total_bytes = torch.cuda.mem_get_info(self._device)
         self._cap_bytes = self._total_bytes
         self._lock = threading.Lock()
-        # Address -> the storage, and the addresses registered for it (none if torch itself had pinned it).
-        self._pinned: dict[int, tuple[torch.UntypedStorage, list[int]]] = {}
+        # Address -> the storage, and whether the registration is ours (torch itself may have pinned it).
+        self._pinned: dict[int, tuple[torch.UntypedStorage, bool]] = {}
         self._to_device_bytes = 0
         self._to_host_bytes = 0
         self._link_lock = threading.Lock()
@@ -200,32 +200,32 @@ class CudaDevice:
         Touch the memory first: the driver registers present pages ten times as fast.
         """
         address, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes > PIN_BYTES_MAX:
+            return False
         with self._lock:
             if not nbytes or address in self._pinned:
                 return True
-            if _as_bytes(storage).is_pinned():  # the storage's own method warns in some torch versions
-                self._pinned[address] = (storage, [])
-                return True
-            registered: list[int] = []
-            for start in range(address, address + nbytes, PIN_CHUNK_BYTES):
-                chunk_bytes = min(PIN_CHUNK_BYTES, address + nbytes - start)
-                error = int(_runtime().cudaHostRegister(start, chunk_bytes, 0))
+            # Torch may have pinned it already. The storage's own method warns in some of its versions.
+            is_foreign = _as_bytes(storage).is_pinned()
+            if not is_foreign:
+                error = int(_runtime().cudaHostRegister(address, nbytes, 0))
                 if error:
                     log.warning("the host refuses to pin %d bytes (CUDA error %d); they stay pageable", nbytes, error)
-                    self._unregister(registered)
                     self._drain_errors()
                     return False
-                registered.append(start)
-            self._pinned[address] = (storage, registered)
+            self._pinned[address] = (storage, not is_foreign)
             return True
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
         """Undo `pin`, after the copies from it have ended. A second call is a no-op."""
         with self._lock:
-            _, registered = self._pinned.pop(storage.data_ptr(), (storage, []))
-            if registered:
+            _, is_ours = self._pinned.pop(storage.data_ptr(), (storage, False))
+            if is_ours:
                 self.synchronize()
-                self._unregister(registered)
+                error = int(_runtime().cudaHostUnregister(storage.data_ptr()))
+                if error:
+                    log.warning("unpinning failed with CUDA error %d", error)
+                    self._drain_errors()
 
     def moved_bytes(self) -> tuple[int, int]:
         """Return the bytes copied by `upload` and by `download` since the device was made. Read-only."""
@@ -296,13 +296,6 @@ class CudaDevice:
             self.synchronize()
             durations_ns.append(max(1, time.perf_counter_ns() - started_ns))
         return nbytes * 1e9 / statistics.median(durations_ns[1:])
-
-    def _unregister(self, addresses: list[int]) -> None:
-        for address in addresses:
-            error = int(_runtime().cudaHostUnregister(address))
-            if error:
-                log.warning("unpinning failed with CUDA error %d", error)
-                self._drain_errors()
 
     def _drain_errors(self) -> None:
         # A failed registration leaves an error behind that torch would report at its next, innocent kernel launch.

@@ -31,6 +31,11 @@ COVERED_ELSEWHERE = {
     "make wheel": ("tests/test_packaging.py", "def test_the_wheel_runs_outside_the_checkout"),
     "make test PYTHON=python3.12 VENV=.venv-3.12": ("Makefile", "make test PYTHON=python3.12 VENV=.venv-3.12"),
     "make test-gpu VENV_FLAGS=--system-site-packages": ("Makefile", "VENV_FLAGS=--system-site-packages"),
+    "python -m residency.demo_story --journal .demo/journal.db --device cuda --pipeline flux": (
+        "Makefile",
+        "python -m residency.demo_story --journal .demo/journal.db",
+    ),
+    "residency explain 1 --journal .demo/journal.db": ("residency/demo_story.py", '["explain", str(first["round"])]'),
     "residency log --follow": ("tests/residency/test_cli_process.py", "def test_follow_prints_what_comes"),
 }
 

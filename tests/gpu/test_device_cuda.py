@@ -57,30 +57,27 @@ def test_without_a_kernel_module_the_driver_version_is_still_a_text(
 @pytest.mark.gpu
 def test_a_pinned_storage_is_page_locked_and_then_not(device: CudaDevice) -> None:
     storage = touched(5 * MIB)
-    assert not storage.is_pinned()
+    assert not as_tensor(storage).is_pinned()
     assert device.pin(storage)
-    assert storage.is_pinned()
+    assert as_tensor(storage).is_pinned()
     device.unpin(storage)
-    assert not storage.is_pinned()
+    assert not as_tensor(storage).is_pinned()
 
 
 @pytest.mark.gpu
-def test_a_large_storage_is_registered_in_chunks(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "PIN_CHUNK_BYTES", MIB)
-    storage = touched(5 * MIB + 4096)
-    assert device.pin(storage)
-    uploaded = device.upload(storage, pinned=True)
-    device.synchronize()
-    device.unpin(storage)
-    assert not storage.is_pinned()
-    assert torch.equal(as_tensor(device.download(uploaded)), as_tensor(storage))
+def test_a_storage_too_large_for_one_registration_stays_pageable(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "PIN_BYTES_MAX", MIB)
+    storage = touched(MIB + 1)
+    assert not device.pin(storage)
+    assert not as_tensor(storage).is_pinned()
 
 
 @pytest.mark.gpu
-def test_a_refused_pin_leaves_no_error_behind(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "PIN_CHUNK_BYTES", 4096)
+def test_a_refused_pin_leaves_no_error_behind(device: CudaDevice) -> None:
     storage = touched(3 * 4096)
-    # The driver refuses to register a page twice, so that the second chunk fails after the first succeeded.
+    # The driver refuses to register a page twice.
     assert int(cuda._runtime().cudaHostRegister(storage.data_ptr() + 4096, 4096, 0)) == 0
     assert not device.pin(storage)
     assert torch.ones(8, device=device.torch_device).sum().item() == 8.0
@@ -94,7 +91,7 @@ def test_closing_unpins_everything(device: CudaDevice) -> None:
     storage = touched(MIB)
     device.pin(storage)
     device.close()
-    assert not storage.is_pinned()
+    assert not as_tensor(storage).is_pinned()
 
 
 @pytest.mark.gpu
