@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from residency.effects.spec import EffectSpec
-from residency.errors import EffectFailed, RollbackFailed
+from residency.errors import EffectFailed, RollbackFailed, describe
 
 if TYPE_CHECKING:
     from residency.effects.effect import Effect
@@ -32,12 +32,11 @@ class Transaction:
         *,
         on_intent: OnIntent,
         on_outcome: OnOutcome,
-        round_number: int = 0,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._effects = tuple(effects)
         self._on_intent, self._on_outcome = on_intent, on_outcome
-        self._round_number, self._clock_ns = round_number, clock_ns
+        self._clock_ns = clock_ns
         self._started: list[Effect] = []
         self._applied: set[int] = set()
         self.untold: list[BaseException] = []
@@ -61,7 +60,7 @@ class Transaction:
             if current is None or not isinstance(error, Exception):
                 raise
             action = f"the move from {current.before.mode.value} to {current.after.mode.value}"
-            problem = f"{type(error).__name__}: {error}"
+            problem = describe(error)
             raise EffectFailed(component=current.component, action=action, problem=problem) from error
 
     def revert(self) -> None:
@@ -79,7 +78,8 @@ class Transaction:
             if problem is not None:
                 problems.append(f"{effect.spec.component}: {type(problem).__name__}: {problem}")
         if problems:
-            raise RollbackFailed(round_number=self._round_number, problems=tuple(problems))
+            # Which round it is, only the round knows; it raises this again with its number.
+            raise RollbackFailed(round_number=0, problems=tuple(problems))
         if interrupts:
             raise interrupts[0]
 

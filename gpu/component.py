@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from residency.errors import ModeUnavailable, PipelineBusy
-from residency.gpu.hooks import Call, MethodHook
+from residency.gpu.hooks import Call, MethodHook, attempt_all
 from residency.gpu.inventory import named_weights, storage_bytes, weights_digest
 from residency.gpu.layers import find_layer_groups, modules_outside
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
@@ -16,7 +16,7 @@ from residency.gpu.specs import ComponentSpec, LayerGroupSpec
 from residency.gpu.storage import HostStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from residency.gpu.device import Device
 
@@ -162,16 +162,18 @@ class ManagedComponent:
                     store.onload()
 
     def evict(self) -> None:
-        """After use: take what the mode keeps on the host back there. A second call, or one while in use: no-op."""
+        """After use: take what the mode keeps on the host back there. A second call, or one while in use: no-op.
+
+        Every part of it is attempted; the first error is raised at the end.
+        """
         if self.fixed_reason is not None or self.users:
             return
-        left = [store for store in self._away() if not store.is_idle]
-        for store in left:
-            store.offload()
-        if left and self.placement.mode is Mode.COMPONENT_OFFLOAD:
+        steps: list[Callable[[], None]] = [store.offload for store in self._away() if not store.is_idle]
+        if steps and self.placement.mode is Mode.COMPONENT_OFFLOAD:
             # What others allocate must not be cut out of these blocks: a piece that outlives the request would keep
             # the next load from finding room under the cap.
-            self._device.empty_cache()
+            steps.append(self._device.empty_cache)
+        attempt_all(steps)
 
     def release_host(self) -> None:
         """Give up the host copies of weights that stay on the device under this placement."""

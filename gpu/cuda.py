@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+GIB = 2**30
 # One registration of 512 GiB or more fails on some drivers, and a copy across two registrations is refused by all.
 PIN_BYTES_MAX = 64 * 2**30
 ALIGNMENT_BYTES = 512  # what the allocator itself gives; kernels with vector loads count on it
@@ -33,6 +34,7 @@ LINK_COPY_BYTES = 256 * 2**20  # Long enough that the launch of a copy does not 
 LINK_COPY_BYTES_MIN = 2**20
 LINK_COPIES = 3
 DRAIN_ATTEMPTS_MAX = 3
+_NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -49,13 +51,17 @@ class CudaDevice:
 
     Storages that are pinned are kept alive until they are unpinned, because memory must never be unmapped while it
     is registered with the driver.
+
+    cap_bytes: the limit, enforced as `limit` does. None: nothing is enforced, and the cap in `reading` is what this
+    process could take when the device was opened, in whole GiB (less than 2 GiB: exactly): what was free, and what
+    torch had reserved already. The CUDA contexts and the memory of other processes are not in it.
     """
 
     def __init__(self, index: int = 0, *, cap_bytes: int | None = None, allocator_settings: str = "") -> None:
         self._device = torch.device("cuda", index)
         self.allocator_settings = allocator_settings
-        _, self._total_bytes = torch.cuda.mem_get_info(self._device)
-        self._cap_bytes = self._total_bytes
+        free_bytes, self._total_bytes = torch.cuda.mem_get_info(self._device)
+        self._cap_bytes = _whole_gib(free_bytes + torch.cuda.memory_reserved(self._device))
         self._lock = threading.Lock()
         # Address -> the storage, and whether the registration is ours (torch itself may have pinned it).
         self._pinned: dict[int, tuple[torch.UntypedStorage, bool]] = {}
@@ -203,29 +209,33 @@ class CudaDevice:
         if nbytes > PIN_BYTES_MAX:
             return False
         with self._lock:
-            if not nbytes or address in self._pinned:
+            if not nbytes:
                 return True
-            # Torch may have pinned it already. The storage's own method warns in some of its versions.
-            is_foreign = _as_bytes(storage).is_pinned()
-            if not is_foreign:
-                error = int(_runtime().cudaHostRegister(address, nbytes, 0))
-                if error:
-                    log.warning("the host refuses to pin %d bytes (CUDA error %d); they stay pageable", nbytes, error)
-                    self._drain_errors()
-                    return False
-            self._pinned[address] = (storage, not is_foreign)
-            return True
+            # By us, or by torch itself. The storage's own method warns in some versions of torch.
+            if _as_bytes(storage).is_pinned():
+                self._pinned.setdefault(address, (storage, False))
+                return True
+            error = self._register(storage)
+            if error:
+                log.warning("the host refuses to page-lock %d bytes (CUDA error %d)", nbytes, error)
+                self._drain_errors()
+            return not error
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
-        """Undo `pin`, after the copies from it have ended. A second call is a no-op."""
+        """Undo `pin`, after the copies from it have ended. A second call is a no-op.
+
+        Whatever interrupts it, the storage is kept alive for as long as it may be registered.
+        """
+        address = storage.data_ptr()
         with self._lock:
-            _, is_ours = self._pinned.pop(storage.data_ptr(), (storage, False))
+            _, is_ours = self._pinned.get(address, (storage, False))
             if is_ours:
                 self.synchronize()
-                error = int(_runtime().cudaHostUnregister(storage.data_ptr()))
+                error = self._unregister(address)
                 if error:
-                    log.warning("unpinning failed with CUDA error %d", error)
-                    self._drain_errors()
+                    log.warning("unpinning failed with CUDA error %d; the memory is kept", error)
+                    return
+            self._pinned.pop(address, None)
 
     def moved_bytes(self) -> tuple[int, int]:
         """Return the bytes copied by `upload` and by `download` since the device was made. Read-only."""
@@ -248,6 +258,27 @@ class CudaDevice:
             storages = [storage for storage, _ in self._pinned.values()]
         for storage in storages:
             self.unpin(storage)
+
+    def _register(self, storage: torch.UntypedStorage) -> int:
+        """Register and book a storage, both or neither; return the driver's error, 0 for success."""
+        address = storage.data_ptr()
+        try:
+            error = int(_runtime().cudaHostRegister(address, storage.nbytes(), 0))
+            if not error:
+                self._pinned[address] = (storage, True)
+        except BaseException:
+            # An interrupt between the two: what nobody has booked, nobody would ever unregister.
+            self._unregister(address)
+            self._pinned.pop(address, None)
+            raise
+        return error
+
+    def _unregister(self, address: int) -> int:
+        """Unregister what may be registered; return the driver's error, 0 if it is not registered any more."""
+        error = int(_runtime().cudaHostUnregister(address))
+        if error:
+            self._drain_errors()
+        return 0 if error == _NOT_REGISTERED else error
 
     def _measure_link(self) -> LinkReading:
         with self.moving(), torch.cuda.device(self._device):
@@ -326,6 +357,11 @@ def driver_version() -> str:
 
 def _runtime() -> _CudaRuntime:
     return cast("_CudaRuntime", torch.cuda.cudart())  # type: ignore[no-untyped-call]
+
+
+def _whole_gib(nbytes: int) -> int:
+    """Round down, so that the few MiB by which two starts differ do not count; a small device keeps all it has."""
+    return nbytes if nbytes < 2 * GIB else nbytes // GIB * GIB
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

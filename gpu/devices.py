@@ -25,8 +25,9 @@ def open_device(kind: str, *, cap_bytes: int | None, allocator_settings: str = "
     """Return this process's device of a kind, the same object at every call; "auto" is CUDA where there is one.
 
     "cuda" is torch's current CUDA device, "cpu" the emulated one. cap_bytes: the cap from now on; None leaves the
-    one in force. allocator_settings: what the device's reading tells of them from now on, unless empty. Raises
-    SettingsError if there is no such device, or the cap is not within its memory.
+    one in force, at first the device's own, which is what it has room for. allocator_settings: what the device's
+    reading tells of them from now on, unless empty. Raises SettingsError if there is no such device, or the cap is
+    not within its memory.
     """
     global _cap_bytes
     torch_device = _resolve(kind)
@@ -46,11 +47,6 @@ def open_device(kind: str, *, cap_bytes: int | None, allocator_settings: str = "
 def limit_device(kind: str = "auto", *, cap_bytes: int) -> Device:
     """Cap this process's device before anything is loaded, and return it. Raises as `open_device`."""
     return open_device(kind, cap_bytes=cap_bytes)
-
-
-def current_cap() -> int | None:
-    """Return the cap in bytes that was set in this process, or None. Read-only."""
-    return _cap_bytes
 
 
 def close_devices() -> None:

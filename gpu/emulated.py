@@ -36,8 +36,8 @@ class EmulatedDevice:
     operators whole, so that their intermediates are not seen either; under `torch.no_grad` they are.
     It serves several threads with one ledger. It is never evidence about speed.
 
-    total_bytes: its memory. pin_limit_bytes: what may be pinned at once; None: everything. allocator_settings: what
-    `reading` tells of them; they change nothing here.
+    total_bytes: its memory, and the cap without `cap_bytes`. pin_limit_bytes: what may be pinned at once; None:
+    everything. allocator_settings: what `reading` tells of them; they change nothing here.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class EmulatedDevice:
         self.allocator_settings = allocator_settings
         self._local = _ThreadGuard()
         self._lock = threading.Lock()
-        self._pinned: dict[int, torch.UntypedStorage] = {}
+        # Address -> the storage, and its bytes when it was pinned.
+        self._pinned: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._pinned_bytes = 0
         self._to_device_bytes = 0
         self._to_host_bytes = 0
         if cap_bytes is not None:
@@ -136,7 +138,10 @@ class EmulatedDevice:
     def download(
         self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
     ) -> torch.UntypedStorage:
-        """Return a host copy of a device storage (or fill `into`), in the host pool. Raises ValueError on a bad size."""
+        """Return a host copy of a device storage (or fill `into`), in the host pool.
+
+        Raises ValueError if `into` has another size.
+        """
         nbytes = source.nbytes()
         check_same_size(source, into)
         with self.moving():
@@ -151,8 +156,8 @@ class EmulatedDevice:
         return target
 
     def claim_host(self, storage: torch.UntypedStorage) -> None:
-        """Declare a storage as host memory of a weight: kernels that touch it fail from now on."""
-        if not self._ledger.closed:
+        """Declare a storage as host memory of a weight: kernels that touch it fail from now on, if it has content."""
+        if not self._ledger.closed and storage.nbytes():
             self._ledger.add_host(storage)
 
     def unclaim_host(self, storage: torch.UntypedStorage) -> None:
@@ -166,7 +171,10 @@ class EmulatedDevice:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Enter around anything that computes: operands are checked, memory and time counted. Re-entrant, per thread."""
+        """Enter around anything that computes: operands are checked, memory and time counted.
+
+        Re-entrant, per thread.
+        """
         guard = self._guard_of_thread()
         if not guard.running_depth and not guard.permanent:
             guard.enter()
@@ -209,16 +217,17 @@ class EmulatedDevice:
         with self._lock:
             if not nbytes or storage.data_ptr() in self._pinned:
                 return True
-            pinned_bytes = sum(other.nbytes() for other in self._pinned.values())
-            if self._pin_limit_bytes is not None and pinned_bytes + nbytes > self._pin_limit_bytes:
+            if self._pin_limit_bytes is not None and self._pinned_bytes + nbytes > self._pin_limit_bytes:
                 return False
-            self._pinned[storage.data_ptr()] = storage
+            self._pinned[storage.data_ptr()] = (storage, nbytes)
+            self._pinned_bytes += nbytes
             return True
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
         """Undo `pin`. A second call is a no-op."""
         with self._lock:
-            self._pinned.pop(storage.data_ptr(), None)
+            _, nbytes = self._pinned.pop(storage.data_ptr(), (storage, 0))
+            self._pinned_bytes -= nbytes
 
     def moved_bytes(self) -> tuple[int, int]:
         """Return the bytes copied by `upload` and by `download` since the device was made. Read-only."""
@@ -240,6 +249,7 @@ class EmulatedDevice:
         self._ledger.close()
         with self._lock:
             self._pinned.clear()
+            self._pinned_bytes = 0
         guard = self._guard_of_thread()
         if guard.permanent:
             guard.permanent = False

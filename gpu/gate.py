@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from residency.errors import PipelineBusy
-from residency.gpu.hooks import finish
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,24 +22,31 @@ class _Hold:
 
 
 class RequestGate:
-    """Serializes the threads that use a pipeline. Holds are tokens: taking and returning one is a single step."""
+    """Serializes the threads that use a pipeline. Holds are tokens: taking and returning one is a single step.
+
+    Whoever waits to have it exclusively goes before new requests, else a busy worker would never let a round begin.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        # Entered by itself: the condition's own `__exit__` is Python code, which an interrupt can cut short.
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._holds: dict[object, _Hold] = {}
+        self._waiting: set[object] = set()
 
     def acquire(self, token: object, *, holder: str, timeout_s: float, is_exclusive: bool = False) -> None:
         """Take the pipeline for this thread, which may hold it already. Raises PipelineBusy after `timeout_s`."""
         hold = _Hold(thread=threading.get_ident(), holder=holder, is_exclusive=is_exclusive)
         started = time.monotonic()
-        with self._condition:
+        with self._lock:
             if not self._condition.wait_for(lambda: self._is_free_for(hold), timeout=max(0.0, timeout_s)):
                 raise PipelineBusy(holder=self.holder or "another thread", waited_s=time.monotonic() - started)
             self._holds[token] = hold
 
     def release(self, token: object) -> None:
         """Return a token; one that was never taken, or is returned already, is ignored."""
-        with self._condition:
+        with self._lock:
+            self._waiting.discard(token)
             self._holds.pop(token, None)
             self._condition.notify_all()
 
@@ -69,10 +75,16 @@ class RequestGate:
             raise PipelineBusy(holder=f"{self.holder} of this thread", waited_s=0.0)
         token = object()
         try:
-            self.acquire(token, holder=holder, timeout_s=timeout_s, is_exclusive=True)
-            yield
+            try:
+                self._waiting.add(token)  # until `release`
+                self.acquire(token, holder=holder, timeout_s=timeout_s, is_exclusive=True)
+                yield
+            finally:
+                self.release(token)
         finally:
-            finish(self.release, token)
+            self.release(token)  # Again: an interrupt may have come before or inside the first one.
 
     def _is_free_for(self, hold: _Hold) -> bool:
-        return all(other.thread == hold.thread for other in self._holds.values())
+        if any(other.thread != hold.thread for other in self._holds.values()):
+            return False
+        return hold.is_exclusive or bool(self._holds) or not self._waiting

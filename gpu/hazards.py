@@ -41,6 +41,7 @@ def find_hazards(components: Mapping[str, nn.Module], *, device: torch.device) -
     hazards = []
     for name, module in components.items():
         texts = [*_unmovable(module, device), *_foreign(module), *shared.get(name, ()), *_cached_views(module)]
+        texts += _untraced(module)
         hazards += [Hazard(component=name, text=text, fixes=True) for text in texts]
         hazards += [Hazard(component=name, text=text, fixes=False) for text in _notes(module)]
     return tuple(hazards)
@@ -121,6 +122,15 @@ def _cached_views(module: nn.Module) -> Iterator[str]:
     for name, tensor in _plain_tensors(module):
         if _is_strided(tensor) and storage_key(tensor) in keys:
             yield f"attribute {name!r} is a view of a weight kept outside parameters and buffers, and would go stale"
+            return
+
+
+def _untraced(module: nn.Module) -> Iterator[str]:
+    for name, child in module.named_modules():
+        # Their kernels write running statistics without counting a version, so that the change would be lost.
+        if child.training and getattr(child, "running_mean", None) is not None:
+            where = f"submodule {name!r}" if name else "it"
+            yield f"{where} updates running statistics in training mode without a trace; call eval() before attach"
             return
 
 

@@ -8,7 +8,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -25,6 +25,28 @@ def finish(clean_up: Callable[[Call], object], call: Call) -> None:
     except BaseException:
         clean_up(call)
         raise
+
+
+def attempt_all(steps: Sequence[Callable[[], object]]) -> None:
+    """Do every step whatever the others do, one that is interrupted twice; raise the first error at the end."""
+    errors: list[BaseException] = []
+    for step in steps:
+        for _ in range(2):
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - every step is attempted
+                errors.append(error)
+            except BaseException as error:  # noqa: BLE001 - a clean-up is finished before an interrupt is obeyed
+                errors.append(error)
+                continue
+            break
+    for note in [f"then also: {type(later).__name__}: {later}" for later in errors[1:]]:
+        errors[0].add_note(note)
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # A cycle through this frame would keep alive what the steps held, such as device memory.
 
 
 class MethodHook:

@@ -154,8 +154,8 @@ class StorageLedger:
     def _out_of_memory_text(self, nbytes: int) -> str:
         free_bytes = max(0, self.cap_bytes - self._allocated_bytes)
         return (
-            f"emulated device out of memory. Tried to allocate {format_bytes(nbytes)}. Device 0 has a total capacity of "
-            f"{format_bytes(self.total_bytes)} of which {format_bytes(free_bytes)} is free. "
+            f"emulated device out of memory. Tried to allocate {format_bytes(nbytes)}. Device 0 has a total capacity "
+            f"of {format_bytes(self.total_bytes)} of which {format_bytes(free_bytes)} is free. "
             f"{format_bytes(self.cap_bytes)} allowed; {format_bytes(self._allocated_bytes)} is allocated"
         )
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from residency.errors import ResidencyError, WarmupFailed
+from residency.errors import ResidencyError, WarmupFailed, describe
 from residency.gpu.device import Device, is_out_of_memory
 from residency.gpu.output import output_digest
 from residency.gpu.records import PhaseRecord, RequestKind, RequestRecord
@@ -30,8 +30,8 @@ def measure_request(
     """Run one request and return its record and its output; out of memory gives a failed record and None.
 
     Blocks until the device is done. Every hook that measuring needs is gone when it returns. Raises WarmupFailed if
-    the request raises anything but out of memory (`fields["record"]` is its failed record), or returns nothing;
-    errors of residency itself and interrupts pass through.
+    the request raises anything but out of memory, or returns nothing or what cannot be read (`fields["record"]` is
+    its failed record); other errors of residency itself and interrupts pass through.
     """
     device = pipeline.device
     device.synchronize()
@@ -42,6 +42,10 @@ def measure_request(
     output, failure, layer_uses = _run_observed(pipeline, run, recorder)
     duration_ns = device.now_ns() - started_ns
     to_device_bytes, to_host_bytes = (now - then for now, then in zip(device.moved_bytes(), moved, strict=True))
+    digest = None
+    if failure is None:
+        # Only now: reading the output is no part of what the request takes.
+        digest, failure = _digest(output)
     record = RequestRecord(
         kind=kind,
         workload=workload,
@@ -49,7 +53,7 @@ def measure_request(
         placement_digest=pipeline.placement.digest,
         succeeded=failure is None,
         out_of_memory=failure is not None and is_out_of_memory(failure),
-        error=None if failure is None else f"{type(failure).__name__}: {failure}",
+        error=None if failure is None else describe(failure),
         baseline_allocated_bytes=before.allocated_bytes,
         baseline_reserved_bytes=before.reserved_bytes,
         phases=recorder.phases(),
@@ -58,11 +62,11 @@ def measure_request(
         duration_ns=duration_ns,
         to_device_bytes=to_device_bytes,
         to_host_bytes=to_host_bytes,
-        output_digest=output_digest(output) if failure is None else None,
+        output_digest=digest,
     )
     if failure is not None:
         _give_up(failure, record)
-        failure = None
+        failure = output = None
         gc.collect()  # The failed forward's activations may hang on cycles through its traceback.
         device.empty_cache()
     return record, output
@@ -92,11 +96,26 @@ def _run_observed(
     return output, failure, uses
 
 
+def _digest(output: object) -> tuple[str | None, Exception | None]:
+    """Return the digest of an output, or what a request means that has no readable one."""
+    try:
+        return output_digest(output), None
+    except Exception as error:  # noqa: BLE001 - an output that cannot be read is a record
+        if isinstance(error, ResidencyError) or is_out_of_memory(error):
+            return None, error
+        problem = f"returned an output that cannot be read ({describe(error)})"
+        failure = WarmupFailed(problem=problem)
+        failure.__cause__ = error
+        return None, failure
+
+
 def _give_up(failure: Exception, record: RequestRecord) -> None:
     """Raise what a failed request means, or only let go of its frames if it ran out of memory."""
     if record.out_of_memory:
         failure.__traceback__ = None
         return
+    if isinstance(failure, WarmupFailed):
+        failure.fields.setdefault("record", record)
     if isinstance(failure, ResidencyError):
         raise failure
     error = WarmupFailed(problem=f"raised {record.error}")

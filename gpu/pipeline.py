@@ -13,11 +13,12 @@ from residency.gpu.adapters import Disguise, disguise_module, disguise_pipeline
 from residency.gpu.component import ManagedComponent
 from residency.gpu.gate import RequestGate
 from residency.gpu.hazards import Hazard, find_hazards, is_untouchable
-from residency.gpu.hooks import Call, MethodHook, finish
+from residency.gpu.hooks import Call, MethodHook, attempt_all
+from residency.gpu.inventory import named_weights, own_weights
 from residency.gpu.placement import ComponentPlacement, Mode, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
 
@@ -139,10 +140,13 @@ class ManagedPipeline:
         """Enter around one request. Nests on one thread; other threads wait, then get PipelineBusy."""
         call = Call()
         try:
-            self._begin(call)
-            yield
+            try:
+                self._begin(call)
+                yield
+            finally:
+                self._end(call)
         finally:
-            finish(self._end, call)
+            self._end(call)  # Again: an interrupt may have come before or inside the first one.
 
     def exclusive(self, holder: str, timeout_s: float) -> AbstractContextManager[None]:
         """Enter around a round: nobody else gets in, requests of this thread do. Raises PipelineBusy."""
@@ -168,7 +172,7 @@ class ManagedPipeline:
             return
         with self.exclusive("a detach", self.request_wait_s):
             restores = [component.restore for component in self._components.values()]
-            _attempt_all([*restores, *(item.remove for item in self._removables())])
+            attempt_all([*restores, *(item.remove for item in self._removables())])
         for component in self._components.values():
             for child in component.module.modules():
                 _managed.discard(child)
@@ -190,7 +194,7 @@ class ManagedPipeline:
             return
         try:
             if len(self._calls) == 1:
-                _attempt_all([self._running.close, self._evict_idle])
+                attempt_all([self._running.close, self._evict_idle])
         finally:
             self._calls.pop(call, None)
             self._gate.release(call)
@@ -224,7 +228,7 @@ class ManagedPipeline:
 
     def _evict_idle(self, but: ManagedComponent | None = None) -> None:
         """Take back to the host what no call uses, except one that is about to be used."""
-        _attempt_all([component.evict for component in self._components.values() if component is not but])
+        attempt_all([component.evict for component in self._components.values() if component is not but])
 
     def _entry_hooks(self, component: ManagedComponent) -> list[MethodHook]:
         if is_untouchable(component.module):
@@ -257,28 +261,13 @@ class ManagedPipeline:
                 item.remove()
 
 
-def _attempt_all(steps: Sequence[Callable[[], object]]) -> None:
-    """Do every step whatever the others do, one that is interrupted twice; raise the first error at the end."""
-    errors: list[BaseException] = []
-    for step in steps:
-        for _ in range(2):
-            try:
-                step()
-            except Exception as error:  # noqa: BLE001 - every step is attempted
-                errors.append(error)
-            except BaseException as error:  # noqa: BLE001 - a clean-up is finished before an interrupt is obeyed
-                errors.append(error)
-                continue
-            break
-    for later in errors[1:]:
-        errors[0].add_note(f"then also: {type(later).__name__}: {later}")
-    if errors:
-        raise errors[0]
-
-
 def _refuse_second_owner(modules: Mapping[str, nn.Module]) -> None:
+    # Two modules may share one weight. Looked up, not kept: a weak reference to a tensor would forbid swapping it.
+    known = {id(tensor) for module in list(_managed) for _, tensor in own_weights(module)}
     for name, module in modules.items():
-        if any(child in _managed for child in module.modules()):
+        is_known = any(id(tensor) in known for _, tensor in named_weights(module))
+        if is_known or any(child in _managed for child in module.modules()):
             raise SettingsError(
-                f"component {name!r} is managed by another pipeline already; detach that one first", component=name
+                f"component {name!r}, or a weight of it, is managed by another pipeline already; detach that one first",
+                component=name,
             )

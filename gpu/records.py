@@ -88,7 +88,12 @@ class LinkReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
-    """What a device is. `cap_bytes` is the limit in force, `total_bytes` the memory of the whole device."""
+    """What a device is. `total_bytes` is the memory of the whole device, `cap_bytes` the limit in force.
+
+    Without a limit `cap_bytes` is what this process could take when the device was opened: on CUDA what was free or
+    already its own, in whole GiB (less than 2 GiB: exactly), so that it is the same at every start under the same
+    conditions; on the emulated device everything.
+    """
 
     kind: str
     name: str

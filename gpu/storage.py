@@ -260,11 +260,17 @@ class HostStore:
         if not cell.mapped:
             self._map(cell)
         assert cell.host is not None
-        if not self._device.pin(cell.host):
+        try:
+            cell.pinned = self._device.pin(cell.host)
+        except BaseException:
+            self._device.unpin(cell.host)  # An interrupt just after it was locked: nobody else would unlock it.
+            cell.pinned = False
+            raise
+        if not cell.pinned:
             raise MemoryError(
-                f"the host refuses to page-lock {cell.num_bytes} bytes; lower host_ram, or raise the limit on locked memory"
+                f"the host refuses to page-lock {cell.num_bytes} bytes; "
+                "lower host_ram, or raise the limit on locked memory"
             )
-        cell.pinned = True
 
     def _unpin(self, cell: _Cell) -> None:
         if cell.pinned and cell.host is not None:

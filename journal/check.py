@@ -1,4 +1,4 @@
-"""Whether a file is a whole journal, of a format that this program knows: looked at before anything is written to it."""
+"""Whether a file is a whole journal, of a format this program knows: looked at before anything is written to it."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from residency.journal.events import Event, EventType, payload
-from residency.journal.views import EpochView, OpenIntent, RoundView, StreamView
+from residency.journal.views import EpochView, Move, OpenIntent, RoundView, StreamView
 
 __all__ = ["fold", "fold_stream", "payload"]
 
@@ -28,6 +28,7 @@ _RECOVERED = EventType.RECOVERED.value
 _ROLLBACK_FAILED = EventType.ROLLBACK_FAILED.value
 _KEPT = frozenset({_STARTED, _PINNED, _GATED, _SERVING, _STOPPED, _RECOVERED, _ROLLBACK_FAILED})
 _ENDS = frozenset({_STOPPED, _RECOVERED})
+_LOST = "lost"  # the result that a later start gives to an effect in doubt
 
 Payload = Mapping[str, Any]
 
@@ -68,6 +69,10 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
+def _object(value: object) -> Payload:
+    return value if isinstance(value, Mapping) else {}
+
+
 @dataclass(slots=True)
 class _Round:
     epoch: str
@@ -76,6 +81,8 @@ class _Round:
     started_at: int
     first_position: int
     last_position: int
+    # Of the last event that its own worker wrote.
+    last_at: int
     state: str = _INITIAL_STATE
     source: str | None = None
     placement: str | None = None
@@ -83,6 +90,8 @@ class _Round:
     outcome: Payload | None = None
     num_intents: int = 0
     open_intents: dict[str, OpenIntent] = field(default_factory=dict)
+    # By the intent's event_id.
+    moves: dict[str, Move] = field(default_factory=dict)
     ended_at: int | None = None
 
     @property
@@ -112,6 +121,20 @@ class _Round:
             component=_text(content.get("component")) or "",
             undo=content.get("undo") is True,
         )
+        self.moves[event.event_id] = Move(
+            component=_text(content.get("component")) or "",
+            before=_object(content.get("before")),
+            after=_object(content.get("after")),
+            undo=content.get("undo") is True,
+            result=None,
+        )
+
+    def settle(self, intent: str, result: str | None) -> bool:
+        """Note an outcome; returns False if the intent is not an open one of this round."""
+        if self.open_intents.pop(intent, None) is None:
+            return False
+        self.moves[intent] = replace(self.moves[intent], result=result)
+        return True
 
     def view(self) -> RoundView:
         return RoundView(
@@ -129,6 +152,7 @@ class _Round:
             ended_at=self.ended_at,
             first_position=self.first_position,
             last_position=self.last_position,
+            moves=tuple(self.moves.values()),
         )
 
 
@@ -154,16 +178,19 @@ class _Epoch:
 
     def add(self, event: Event) -> None:
         self.last_position = event.position
-        if event.type != _RECOVERED:
-            # A later start writes that one; the epoch itself was no longer alive then.
-            self.last_at = event.recorded_at
+        result = _text(payload(event).get("result")) if event.type == _OUTCOME else None
         one = self._round_of(event)
+        if event.type != _RECOVERED and result != _LOST:
+            # A later start writes those; the epoch itself was no longer alive then.
+            self.last_at = event.recorded_at
+            if one is not None:
+                one.last_at = event.recorded_at
         if event.type == _TRANSITION:
             self._transition(event, one)
         elif event.type == _INTENT:
             self._intend(event, one)
         elif event.type == _OUTCOME:
-            self._settle_intent(event)
+            self._settle_intent(event, result)
         elif event.type in _KEPT:
             self._keep(event)
 
@@ -180,6 +207,7 @@ class _Epoch:
                 started_at=event.recorded_at,
                 first_position=event.position,
                 last_position=event.position,
+                last_at=event.recorded_at,
             )
         one.last_position = event.position
         return one
@@ -199,12 +227,9 @@ class _Epoch:
             one.intend(event, payload(event))
             self.moving = self.moving or not one.settled
 
-    def _settle_intent(self, event: Event) -> None:
-        if event.causation is None:
-            return
-        for one in self.rounds.values():
-            if one.open_intents.pop(event.causation, None) is not None:
-                return
+    def _settle_intent(self, event: Event, result: str | None) -> None:
+        if event.causation is not None:
+            any(one.settle(event.causation, result) for one in self.rounds.values())
 
     def _keep(self, event: Event) -> None:
         content = self.kept[event.type] = payload(event)
@@ -220,7 +245,8 @@ class _Epoch:
         # Nothing is in flight in an epoch that is over, whatever state its last round was left in.
         for one in self.rounds.values():
             if one.ended_at is None:
-                one.ended_at = event.recorded_at
+                # When it died is not known; what it wrote last is.
+                one.ended_at = one.last_at if event.type == _RECOVERED else event.recorded_at
 
     def view(self) -> EpochView:
         return EpochView(

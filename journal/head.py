@@ -67,7 +67,9 @@ def write_head(journal: Path, head: Head) -> None:
     path = head_path(journal)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # Whatever somebody put there, a named pipe even, must not make a worker wait.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(temporary, flags, 0o600)
         with open(descriptor, "wb") as file:
             file.write(msgspec.json.encode(head, order="sorted"))
             file.flush()

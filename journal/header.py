@@ -61,6 +61,13 @@ def inspect(path: Path) -> FileKind:
     return FileKind.OURS if ours else FileKind.FOREIGN
 
 
+def num_open(path: Path) -> int:
+    """Return how many connections of this process are noted as open on the file. Read-only."""
+    found = os.stat(path)
+    with _lock:
+        return _open_files[found.st_dev, found.st_ino]
+
+
 def note_open(path: Path) -> tuple[int, int]:
     """Note that SQLite is about to open the file; returns the key for note_closed()."""
     found = os.stat(path)

@@ -1,4 +1,4 @@
-"""Locks beside a journal: one around every write, one per stream for the life of an epoch. Both die with the process."""
+"""Locks beside a journal: one around every write, one per stream for an epoch's life. Both die with the process."""
 
 from __future__ import annotations
 

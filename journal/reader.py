@@ -7,13 +7,14 @@ import shutil
 import tempfile
 import threading
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from residency.errors import JournalCorrupt, JournalError, JournalNewer
 from residency.journal.events import Event
 from residency.journal.hashing import Column, blob_digest
-from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open
+from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open, num_open
 from residency.journal.location import SQLITE_SUFFIXES, beside, journal_path
 from residency.journal.schema import APPLICATION_ID, EVENT_COLUMNS, FORMAT
 from residency.journal.sqlite import FAILURES, abandon, cannot_open, connect, driver, explain, lenient_text
@@ -42,20 +43,65 @@ SELECT stream FROM found WHERE stream IS NOT NULL
 
 Row = tuple[Column, ...]
 
+# A journal that changes faster than it can be opened again is in use by someone whose locks we cannot take.
+_REOPENS_MAX = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What tells that somebody wrote to a journal: to the file itself, or to its WAL."""
+
+    inode: int
+    num_bytes: int
+    changed_ns: int
+    wal_bytes: int
+
+
+def _state_of(path: Path) -> _State:
+    found = os.stat(path)
+    try:
+        wal_bytes = os.stat(beside(path, "-wal")).st_size
+    except FileNotFoundError:
+        wal_bytes = 0
+    return _State(found.st_ino, found.st_size, found.st_mtime_ns, wal_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is read. state: what it must still be, where it is read without SQLite's locks. copy: a temporary folder."""
+
+    connection: driver.Connection
+    state: _State | None = None
+    copy: str | None = None
+
+    def is_outdated(self, path: Path) -> bool:
+        """Whether what was read may be mixed, or old."""
+        try:
+            return self.state is not None and _state_of(path) != self.state
+        except OSError:
+            return False  # it was moved away: what is open is all there is
+
+    def close(self) -> None:
+        self.connection.close()
+        if self.copy is not None:
+            shutil.rmtree(self.copy, ignore_errors=True)
+
+
 _readers: weakref.WeakSet[JournalReader] = weakref.WeakSet()
 
 
 class JournalReader:
     """A read-only view of a journal. Safe to use from several threads; not across fork.
 
-    Every page is read in a transaction of its own, so that a writer is never held up.
+    Every page is read in a transaction of its own, so that a writer is never held up. It writes nothing beside the
+    journal: where SQLite would have to, it reads the file as it stands, or a copy of it in a temporary folder, for as
+    long as nothing changes.
     """
 
-    def __init__(self, path: Path, connection: driver.Connection, key: tuple[int, int], copy: str | None) -> None:
+    def __init__(self, path: Path, source: _Source, key: tuple[int, int]) -> None:
         self.path = path
-        self._connection: driver.Connection | None = connection
+        self._source: _Source | None = source
         self._key = key
-        self._copy = copy
         self._lock = threading.Lock()
         self._pid = os.getpid()
         _readers.add(self)
@@ -77,22 +123,15 @@ class JournalReader:
             )
         if kind in (FileKind.FOREIGN, FileKind.EMPTY):
             raise foreign(path)
+        is_shared = num_open(path) > 0
         key = note_open(path)
-        copy: str | None = None
         try:
-            try:
-                connection = _connected(path, "ro")
-            except FAILURES as error:
-                if not cannot_open(error):
-                    raise
-                # A folder that cannot be written has no room for the -shm that SQLite wants to make.
-                copy, connection = _connected_aside(path)
-            reader = cls(path, connection, key, copy)
+            reader = cls(path, _open_source(path, is_shared=is_shared), key)
         except FAILURES as error:
-            _drop(key, copy)
+            note_closed(key)
             raise explain(error, journal=path, wait_s=_WAIT_S) from error
         except BaseException:
-            _drop(key, copy)
+            note_closed(key)
             raise
         try:
             reader._check_format()
@@ -169,27 +208,33 @@ class JournalReader:
                 remedy="open the journal in the child",
             )
         with self._lock:
-            if self._connection is None:
-                raise JournalError(journal=str(self.path), problem="is closed", remedy="open it again")
-            try:
+            for _ in range(_REOPENS_MAX):
+                if self._source is None:
+                    raise JournalError(journal=str(self.path), problem="is closed", remedy="open it again")
                 try:
-                    return self._connection.execute(sql, tuple(parameters)).fetchall()
-                except UnicodeDecodeError:
-                    # Damaged text. Decoded leniently from now on: slower, and verify can say which event it is.
-                    self._connection.text_factory = lenient_text
-                    return self._connection.execute(sql, tuple(parameters)).fetchall()
-            except FAILURES as error:
-                raise explain(error, journal=self.path, wait_s=_WAIT_S) from error
+                    rows = _rows(self._source.connection, sql, tuple(parameters))
+                except FAILURES as error:
+                    if not self._source.is_outdated(self.path):
+                        raise explain(error, journal=self.path, wait_s=_WAIT_S) from error
+                else:
+                    if not self._source.is_outdated(self.path):
+                        return rows
+                self._reopen()
+        raise JournalError(
+            journal=str(self.path),
+            problem=f"changed {_REOPENS_MAX} times while it was read without its locks",
+            remedy="try again, or read it as a user who may write its folder",
+        )
 
     def close(self) -> None:
         """Close it. A second call is a no-op, and so is one in a forked child."""
         if os.getpid() != self._pid:
             return
         with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-            _drop(self._key, self._copy)
+            source, self._source = self._source, None
+        if source is not None:
+            source.close()
+            note_closed(self._key)
 
     def __enter__(self) -> Self:
         return self
@@ -199,9 +244,20 @@ class JournalReader:
     ) -> None:
         self.close()
 
+    def _reopen(self) -> None:
+        """Read from now on what a writer has made of the journal since."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+        try:
+            self._source = _open_source(self.path, is_shared=num_open(self.path) > 1)
+        except (*FAILURES, OSError) as error:
+            note_closed(self._key)
+            raise explain(error, journal=self.path, wait_s=_WAIT_S) from error
+
     def _abandon(self) -> None:
-        if self._connection is not None:
-            abandon(self._connection)
+        if self._source is not None:
+            abandon(self._source.connection)
 
     def _check_format(self) -> None:
         if self.query("PRAGMA application_id")[0][0] != APPLICATION_ID:
@@ -253,29 +309,42 @@ def _connected(path: Path, mode: str) -> driver.Connection:
     return connection
 
 
-def _connected_aside(path: Path) -> tuple[str | None, driver.Connection]:
-    """Open a journal whose folder cannot be written: as it is without a WAL, else a copy of both in a temporary folder.
+def _open_source(path: Path, *, is_shared: bool) -> _Source:
+    """Open a journal so that nothing is written beside it. is_shared: this process has it open already.
 
-    `immutable` ignores the WAL, so it is right only where there is none.
+    Where -wal and -shm lie beside it, it is in use, or was when its worker died: SQLite reads both, and takes its locks
+    in the -shm. Without them SQLite would make them.
     """
-    wal = beside(path, "-wal")
-    if not wal.exists() or wal.stat().st_size == 0:
-        return None, _connected(path, "immutable")
+    state = _state_of(path)
+    # Two connections of one process must share SQLite's locks, or one that closes drops those of the other.
+    if is_shared or (beside(path, "-wal").exists() and beside(path, "-shm").exists()):
+        try:
+            return _Source(_connected(path, "ro"))
+        except FAILURES as error:
+            if not cannot_open(error):
+                raise
+            # The -shm of another user, or a folder that cannot be written.
+    if not state.wal_bytes:
+        # `immutable` ignores the WAL, so it is right only where there is none.
+        return _Source(_connected(path, "immutable"), state=state)
     folder = tempfile.mkdtemp(prefix="residency-journal-")
     try:
-        for source in (path, *(beside(path, suffix) for suffix in SQLITE_SUFFIXES if suffix != "-shm")):
-            if source.exists():
-                shutil.copyfile(source, Path(folder) / source.name)
-        return folder, _connected(Path(folder) / path.name, "ro")
+        for name in (path, *(beside(path, suffix) for suffix in SQLITE_SUFFIXES if suffix != "-shm")):
+            if name.exists():
+                shutil.copyfile(name, Path(folder) / name.name)
+        return _Source(_connected(Path(folder) / path.name, "ro"), state=state, copy=folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _drop(key: tuple[int, int], copy: str | None) -> None:
-    note_closed(key)
-    if copy is not None:
-        shutil.rmtree(copy, ignore_errors=True)
+def _rows(connection: driver.Connection, sql: str, parameters: tuple[Column, ...]) -> list[Row]:
+    try:
+        return connection.execute(sql, parameters).fetchall()
+    except UnicodeDecodeError:
+        # Damaged text. Decoded leniently from now on: slower, and verify can say which event it is.
+        connection.text_factory = lenient_text
+        return connection.execute(sql, parameters).fetchall()
 
 
 def _abandon_in_child() -> None:

@@ -91,7 +91,7 @@ def _refuse(name: str, when: str, what: str) -> str:
     return f"CREATE TRIGGER {name} {when}\nBEGIN\n    SELECT RAISE(ABORT, '{what}');\nEND"
 
 
-# Without recursive_triggers, INSERT OR REPLACE deletes past a delete trigger, so every table also refuses existing keys.
+# Without recursive_triggers, INSERT OR REPLACE deletes past a delete trigger: every table refuses existing keys, too.
 TRIGGERS: dict[str, str] = {
     "events_no_update": _refuse("events_no_update", "BEFORE UPDATE ON events", "events are append-only"),
     "events_no_delete": _refuse("events_no_delete", "BEFORE DELETE ON events", "events are append-only"),

@@ -69,6 +69,8 @@ def verify(reader: JournalReader) -> tuple[Finding, ...]:
     if head is not None:
         known = head
         checks.attempt(lambda: checks.agrees(known))
+    elif checks.has_witnessed:
+        checks.note_missing_head()
     return tuple(checks.findings)
 
 
@@ -88,6 +90,13 @@ _NAMES_A_BLOB = {
     (EventType.TRANSITION.value, "plan"): "placement",
 }
 
+# (type, to_state) of the events that workers write together with the witness: before these there is none yet.
+_WITNESSED = {
+    (EventType.EFFECT_INTENT.value, None),
+    (EventType.TRANSITION.value, "committed"),
+    (EventType.TRANSITION.value, "rolled-back"),
+}
+
 # More would say nothing new about a damaged file.
 _PROBLEMS_MAX = 20
 
@@ -101,6 +110,9 @@ class _Checks:
     # Names of blobs that events speak of, and the first position that does.
     named: dict[str, int] = field(default_factory=dict)
     last_position: int = 0
+    # Whether there is an event that is never written without a witness.
+    has_witnessed: bool = False
+    is_head_unreadable: bool = False
 
     def say(self, kind: FindingKind, text: str, *, event: Event | None = None, position: int | None = None) -> None:
         where = event.position if event is not None else position
@@ -117,16 +129,18 @@ class _Checks:
         for kept in heads_set_aside(self.reader.path):
             self.say(FindingKind.HEAD, f"an earlier head witness contradicted this journal; it is kept as {kept}")
         try:
-            head = read_head(self.reader.path)
+            return read_head(self.reader.path)
         except HeadUnreadable as error:
             self.say(FindingKind.HEAD, f"the head witness {head_path(self.reader.path)} cannot be read: {error}")
+            self.is_head_unreadable = True
             return None
-        if head is None:
+
+    def note_missing_head(self) -> None:
+        if not self.is_head_unreadable:
             self.say(
                 FindingKind.HEAD_MISSING,
                 f"there is no head witness {head_path(self.reader.path)}, so a lost tail would not be noticed",
             )
-        return head
 
     def integrity(self) -> None:
         for row in self.reader.query(f"PRAGMA integrity_check({_PROBLEMS_MAX})"):
@@ -156,6 +170,7 @@ class _Checks:
                 missing = f"{self.last_position + 1} to {event.position - 1}"
                 self.say(FindingKind.GAP, f"positions {missing} are missing", position=event.position)
             self.last_position = event.position
+            self.has_witnessed = self.has_witnessed or (event.type, event.to_state) in _WITNESSED
             self._links(event, tails.setdefault(event.stream, _Tail()))
             self._pairs(event, outcomes)
             self._names(event)

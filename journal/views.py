@@ -19,13 +19,37 @@ class OpenIntent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One effect of a round as the journal knows it. `undo` is true if it was to take an effect back.
+
+    before, after: of the component, decoded. result: of its outcome; None while it has none.
+    """
+
+    component: str
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    undo: bool
+    result: str | None
+
+    @property
+    def leaves(self) -> Mapping[str, Any] | None:
+        """Where the component is after it; None if it is in doubt."""
+        if self.result == "applied":
+            return self.after
+        # An effect that fails takes itself back; an undo that fails leaves nobody knows what.
+        return self.before if self.result == "undone" or (self.result == "failed" and not self.undo) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundView:
     """One round of one epoch.
 
     state: the last to_state. placement: digest of its plan's target, None before the plan.
     previous: digest of the placement in force when it began. source: where the plan came from.
     plan, outcome: payloads of its plan transition and of the transition that settled it, decoded.
-    *_at in ns since the Unix epoch. ended_at is None while it is in flight.
+    moves: its effects in the order of their intents.
+    *_at in ns since the Unix epoch. ended_at is None while it is in flight, and may be if its worker died; once a later
+    start has closed it, it is the time of the last event that its own worker wrote.
     """
 
     epoch: str
@@ -42,6 +66,7 @@ class RoundView:
     ended_at: int | None
     first_position: int
     last_position: int
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,8 @@ def residency() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code. Raises nothing a user could have caused."""
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        # Whoever names no verb wants to know which there are.
+        code = _run(list(sys.argv[1:] if arguments is None else arguments) or ["--help"])
         sys.stdout.flush()
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "residency"

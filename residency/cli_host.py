@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from residency.cli_common import FINDING, journal_option, json_option, show_json, show_lines
+from residency.errors import SettingsError
 from residency.rendering import table
 from residency.settings import parse_size
 from residency.statemachine.diagram import mermaid
@@ -15,6 +16,8 @@ from residency.statemachine.diagram import mermaid
 if TYPE_CHECKING:
     from residency.doctor import Check
 
+EXTRA = frozenset({"diffusers", "transformers", "accelerate"})  # what pip installs with the extra `diffusers`
+INSTALL_EXTRA = "pip install 'residency[diffusers]'"
 CRASH_POINTS = ("measuring", "planned", "applied", "validating")
 
 
@@ -58,7 +61,13 @@ def demo(
     """
     if vram is not None:
         parse_size(vram, name="--vram")
-    # It builds a pipeline with torch and diffusers.
-    run = importlib.import_module("residency.demo").run
-    code: int = run(device=device, vram=vram, journal=journal, crash_at=crash_at, pipeline=pipeline, json=as_json)
+    try:
+        # It builds a pipeline with torch and diffusers.
+        run = importlib.import_module("residency.demo").run
+        code: int = run(device=device, vram=vram, journal=journal, crash_at=crash_at, pipeline=pipeline, json=as_json)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRA:
+            raise
+        raise SettingsError(f"the demo needs {missing}, which is not installed; {INSTALL_EXTRA}") from error
     return code

@@ -62,9 +62,8 @@ def _row(epoch: EpochView) -> tuple[str, ...]:
     moving = "yes" if epoch.moving else "no"
     when = rfc3339(epoch.started_at, digits=0)
     placement = short(epoch.placement)
-    return (
-        epoch.epoch[:8], str(epoch.rank), when, epoch.state, str(epoch.round), placement, moving, str(decided), _ended(epoch),
-    )  # fmt: skip
+    number, ended = str(epoch.round), _ended(epoch)
+    return epoch.epoch[:8], str(epoch.rank), when, epoch.state, number, placement, moving, str(decided), ended
 
 
 def _ended(epoch: EpochView) -> str:

@@ -12,13 +12,21 @@ from residency.cli_log import describe
 from residency.gpu.placement import Placement
 from residency.moments import rfc3339
 from residency.rendering import duration, event_object, placement_text, round_object, short, table
+from residency.statemachine.deaths import Death
+from residency.statemachine.states import SETTLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from residency.journal.events import Event
     from residency.journal.reader import JournalReader
-    from residency.journal.views import RoundView
+    from residency.journal.views import EpochView, RoundView
+
+_SETTLED = frozenset(state.value for state in SETTLED)
+
+
+# Only the worker itself, or its next start, knows which: nobody else may look at another process.
+IN_FLIGHT = "in flight or died"
 
 
 @click.command()
@@ -27,33 +35,53 @@ def rounds(*, journal: str | None, stream: str | None, as_json: bool) -> None:
     """List the rounds of a worker, newest first."""
     with open_reader(journal) as reader:
         view = read_view(reader, stream)
-    newest_first = tuple(reversed(view.rounds)) if view else ()
+    newest_first = [(epoch, one) for epoch in view.epochs for one in epoch.rounds][::-1] if view else []
     if as_json:
-        show_json(_summary(one) for one in newest_first)
+        show_json(_summary(*one) for one in newest_first)
     elif newest_first:
         headings = ("ROUND", "STATE", "PLAN FROM", "PLACEMENT", "EFFECTS", "STARTED", "TOOK", "VERDICT")
-        show_lines(table(headings, (_row(one) for one in newest_first)))
+        show_lines(table(headings, (_row(*one) for one in newest_first)))
     elif view:
         click.echo("no rounds yet", err=True)
 
 
-def _summary(one: RoundView) -> dict[str, Any]:
-    """A round without its plan's inputs, which `show` and `explain` print."""
+def _summary(epoch: EpochView, one: RoundView) -> dict[str, Any]:
+    """A round without its plan's inputs, which `show` and `explain` print, and without its moves, which `show` does."""
     plain = round_object(one)
     plain.pop("plan")
-    return plain
+    plain.pop("moves")
+    death = death_in(epoch, one)
+    return {**plain, "death": death._asdict() if death else None}
 
 
-def _row(one: RoundView) -> tuple[str, ...]:
-    took = duration(one.ended_at - one.started_at) if one.ended_at is not None else "in flight"
+def _row(epoch: EpochView, one: RoundView) -> tuple[str, ...]:
+    took = duration(one.ended_at - one.started_at) if one.ended_at is not None else IN_FLIGHT
     started = rfc3339(one.started_at, digits=0)
     effects = str(one.num_intents) + (f" ({len(one.open_intents)} in doubt)" if one.open_intents else "")
     source = one.source or "-"
-    return str(one.number), one.state, source, short(one.placement), effects, started, took, verdict_text(one)
+    return str(one.number), one.state, source, short(one.placement), effects, started, took, ending_text(epoch, one)
 
 
-def verdict_text(one: RoundView) -> str:
-    """Return whom and what a round's verdict names, '-' without a verdict."""
+def is_settled(one: RoundView) -> bool:
+    """Whether a round ended by itself: committed or rolled back."""
+    return one.state in _SETTLED
+
+
+def death_in(epoch: EpochView, one: RoundView) -> Death | None:
+    """Return the death of a worker in this very round, as the recovery judged it; None if it did not die in it."""
+    return Death.of(epoch) if one.number == epoch.round and not is_settled(one) else None
+
+
+def ending_text(epoch: EpochView, one: RoundView) -> str:
+    """Return how a round ended: its verdict, or whom its worker's death blames; '-' while neither is known."""
+    if death := death_in(epoch, one):
+        return f"died: blames {death.blames}: {death.why}"
+    if epoch.stopped is not None and not is_settled(one):
+        return f"stopped in it ({epoch.stopped.get('signal') or epoch.stopped.get('reason')})"
+    return _verdict_text(one)
+
+
+def _verdict_text(one: RoundView) -> str:
     verdict = (one.outcome or {}).get("verdict") or {}
     words = [str(verdict[name]) for name in ("blames", "reason", "detail") if verdict.get(name)]
     return ": ".join(words) if words else "-"
@@ -69,13 +97,13 @@ def show(*, number: int, journal: str | None, stream: str | None, as_json: bool)
         found = find_round(view, number) if view else None
         if view is None or found is None:
             return FINDING
-        one = found[1]
-        events = tuple(_events(reader, view.stream, one))
+        epoch, one = found
+        events = tuple(round_events(reader, view.stream, one))
         before, after = read_placement(reader, one.previous), read_placement(reader, one.placement)
     if as_json:
         show_json([{**round_object(one), "events": [event_object(event) for event in events]}])
         return 0
-    show_lines(_facts(one))
+    show_lines(_facts(epoch, one))
     click.echo("")
     show_lines(changes(before, after))
     click.echo("")
@@ -84,13 +112,14 @@ def show(*, number: int, journal: str | None, stream: str | None, as_json: bool)
     return 0
 
 
-def _events(reader: JournalReader, stream: str, one: RoundView) -> Iterator[Event]:
+def round_events(reader: JournalReader, stream: str, one: RoundView) -> Iterator[Event]:
+    """Yield the events of one round, oldest first."""
     span = reader.events(stream, after=one.first_position - 1, before=one.last_position + 1)
     return (event for event in span if event.epoch == one.epoch and event.round == one.number)
 
 
-def _facts(one: RoundView) -> list[str]:
-    ended = rfc3339(one.ended_at, digits=3) if one.ended_at is not None else "in flight"
+def _facts(epoch: EpochView, one: RoundView) -> list[str]:
+    ended = rfc3339(one.ended_at, digits=3) if one.ended_at is not None else IN_FLIGHT
     facts = {
         "round": str(one.number),
         "epoch": one.epoch,
@@ -100,7 +129,7 @@ def _facts(one: RoundView) -> list[str]:
         "before it": one.previous or "-",
         "started": rfc3339(one.started_at, digits=3),
         "ended": ended,
-        "verdict": verdict_text(one),
+        "verdict": ending_text(epoch, one),
     }
     in_doubt = ", ".join(intent.component for intent in one.open_intents)
     return [f"{name:<10} {value}" for name, value in facts.items()] + ([f"in doubt   {in_doubt}"] if in_doubt else [])

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from residency.epoch import Epoch
 
 
+OUTCOMES_MAX = 1_000  # a caller repeats its last request, not one of a thousand requests ago
+
+
 class Verb(Enum):
     """What may be asked for. The value is the request's spelling."""
 
@@ -156,6 +159,8 @@ class Control:
 
     def _keep(self, asked: ControlRequest, answer: dict[str, Any]) -> None:
         self._outcomes[asked.key] = answer
+        while len(self._outcomes) > OUTCOMES_MAX:
+            del self._outcomes[next(iter(self._outcomes))]
         if self._epoch.log is not None:
             self._epoch.log.note(
                 EventType.CONTROL,

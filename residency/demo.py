@@ -104,7 +104,7 @@ def _run(device: str, vram: str | None, journal: str | None, crash_at: str | Non
         vram=cap,
         device=device,
         # The weights are drawn from a seed, so that this is their content's identity.
-        identity={"weights": f"{size.name}, seed {ours.SEED_WEIGHTS}"},
+        identity=dict.fromkeys(ours.COMPONENTS, f"{size.name}, seed {ours.SEED_WEIGHTS}"),
         policy=size.policy,
         observer=crash,
     )

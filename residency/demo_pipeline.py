@@ -52,6 +52,7 @@ FLUX = DemoSize(
     text_tokens=512,
     vocab=(49000, 32000),
 )
+COMPONENTS = ("text_encoder", "text_encoder_2", "transformer", "vae")
 SIZES = {size.name: size for size in (SMALL, FLUX)}
 
 

@@ -6,30 +6,27 @@ import logging
 import time
 import uuid
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from residency.epoch_facts import gate_facts, started_payload
-from residency.errors import EffectFailed, JournalError, WarmupFailed
-from residency.gpu.placement import Placement
+from residency.errors import EffectFailed, JournalError, PlacementInfeasible, WarmupFailed
 from residency.gpu.records import RequestKind
-from residency.gpu.workload import Workload
 from residency.journal.events import Draft, EventType
 from residency.journal.fold import fold_stream
 from residency.journal.host import boot_id
 from residency.journal.store import Journal
 from residency.report import Decision, Report
 from residency.settings import KillSwitch
+from residency.sources import calibration, committed_source, first_source, remembered
 from residency.statemachine.context import RoundContext
 from residency.statemachine.epoch_log import EpochLog
 from residency.statemachine.gate import Gate, GateReason, check_gate
 from residency.statemachine.machine import RoundMachine
-from residency.statemachine.recovery import DecisionKind, closing, decide
+from residency.statemachine.recovery import closing, decide
 from residency.statemachine.round import Round
 from residency.statemachine.source import RoundResult, Source, SourceKind
 from residency.statemachine.states import SETTLED, State, Trigger
-from residency.statemachine.validation import Blame
 
 if TYPE_CHECKING:
     from residency.journal.views import RoundView
@@ -55,7 +52,7 @@ class Epoch:
         self.recovery: Recovery | None = None
         self.gate: Gate | None = None
         self.pinned: KillSwitch | None = None
-        self.results: list[RoundResult] = []
+        self._first_rounds: list[RoundResult] = []
         self._stream_lock = ExitStack()
         self._problem: JournalError | None = None
         self._is_begun = False
@@ -82,7 +79,7 @@ class Epoch:
             self.setup.worker.pipeline.minimize()
         ready_ms = (time.perf_counter() - begun) * 1e3
         journal_ms = 0.0 if self.journal is None else self.journal.spent_ns / 1e6
-        records = [record for result in self.results for record in result.records]
+        records = [record for result in self._first_rounds for record in result.records]
         report = Report(
             decision=decision,
             reason=reason,
@@ -105,11 +102,13 @@ class Epoch:
 
     def end(self, *, reason: str, signal: str | None = None) -> None:
         """Say that this life ended, and let go of journal and stream. A second call is a no-op."""
-        self._say_stopped({"reason": reason, "signal": signal})
-        self._stream_lock.close()
-        if self.journal is not None:
-            self.journal.close()
-        self.log = None
+        try:
+            self._say_stopped({"reason": reason, "signal": signal})
+        finally:
+            self._stream_lock.close()
+            if self.journal is not None:
+                self.journal.close()
+            self.log = None
 
     def run_round(self, source: Source) -> RoundResult:
         """Run one round. Raises what `Round.run` raises; PlacementInfeasible too."""
@@ -119,7 +118,6 @@ class Epoch:
             self._leave_settled(number)
         self.machine = RoundMachine(number, self.machine.state)
         result = Round(self._context(self.log), number=number, machine=self.machine, source=source).run()
-        self.results.append(result)
         if self.log.failure is not None:
             self._lose_journal(self.log.failure)
         if result.pinned:
@@ -158,29 +156,13 @@ class Epoch:
 
     def remembered(self) -> tuple[RoundView, ...]:
         """Return the committed rounds under this fingerprint that are not excluded, oldest first. Reads the journal."""
-        if self.journal is None:
-            return ()
         excluded = self.recovery.excluded if self.recovery is not None else ()
-        view = fold_stream(self.journal.events(stream=self.setup.stream), self.setup.stream)
-        return tuple(
-            one
-            for epoch in view.epochs
-            if epoch.started.get("fingerprint_digest") == self.setup.fingerprint_digest
-            for one in epoch.rounds
-            if one.state == State.COMMITTED.value and one.placement is not None and one.placement not in excluded
-        )
+        return () if self.journal is None else remembered(self.journal, self.setup, excluded=excluded)
 
     def source_of(self, one: RoundView, kind: SourceKind) -> Source:
         """Return the plan that goes back to a committed round's placement. Raises JournalError."""
-        assert self.journal is not None and one.placement is not None
-        outcome = one.outcome or {}
-        return Source(
-            kind=kind,
-            target=Placement.from_bytes(self.journal.blob(one.placement)),
-            expected_output=outcome.get("output_digest"),
-            shape=_shape(outcome.get("workload")),
-            from_round=one.number,
-        )
+        assert self.journal is not None
+        return committed_source(self.journal, one, kind)
 
     # Before the first round.
 
@@ -201,7 +183,9 @@ class Epoch:
         stream = self.setup.stream
         try:
             view = fold_stream(self.journal.events(stream=stream), stream)
-            for one in closing(view, boot_id=boot_id(), now_ns=time.time_ns(), by_epoch=self.id):
+            for one in closing(
+                view, boot_id=boot_id(), now_ns=time.time_ns(), by_epoch=self.id, policy=self.setup.policy
+            ):
                 self.journal.append(one.drafts, stream=stream, epoch=one.epoch, rank=one.rank, witness=True)
             view = fold_stream(self.journal.events(stream=stream), stream)
         except JournalError as error:
@@ -238,17 +222,50 @@ class Epoch:
         return self._run(self.recovery)
 
     def _run(self, recovery: Recovery) -> tuple[Decision, str, str | None]:
+        assert self.journal is not None
+        initial = self.setup.initial.digest
         try:
-            source = self._first_source(recovery)
-            result = self.run_round(source)
+            source = first_source(self.journal, recovery, initial=initial)
+            result = self._first_round(source)
             if source.kind is SourceKind.JOURNAL and result.state is State.ROLLED_BACK and self.log is not None:
                 log.warning("the restore was rolled back (%s); calibrating", result.reason)
-                result = self.run_round(self._calibration(recovery, after=result))
+                result = self._first_round(calibration(recovery, initial=initial, after=result))
+            if _pin_was_refused(result) and self.log is not None:
+                log.warning("the host refuses to page-lock what was planned (%s); planning without", result.reason)
+                self.setup.worker.refuse_pins()
+                result = self._first_round(calibration(recovery, initial=initial))
+            result = self._until_something_runs(result, recovery)
         except JournalError as error:
             # Before the round's first step: nothing has moved.
             self._lose_journal(error)
             return self._gated_without_journal()
         return self._told(result, recovery)
+
+    def _until_something_runs(self, result: RoundResult, recovery: Recovery) -> RoundResult:
+        """Where not even the initial placement can serve, try what else may fit, a few times; else no start.
+
+        Raises PlacementInfeasible, also from the planner once nothing is left.
+        """
+        tried: list[str] = []
+        while self.log is not None and self.pinned is None and _cannot_serve(result):
+            if result.target is None or len(tried) >= self.setup.policy.replans_max:
+                peak = max((record.reserved_peak_bytes for record in result.records), default=0)
+                cap_bytes = self.setup.worker.device().cap_bytes
+                raise PlacementInfeasible(
+                    needed_bytes=max(peak, cap_bytes + 1),
+                    cap_bytes=cap_bytes,
+                    bound_by=f"every placement that was tried ({len(tried) + 1}) ran out of memory; the last one",
+                )
+            tried.append(result.target)
+            log.warning("not even the initial placement can serve (%s); trying another", result.reason)
+            source = calibration(recovery, initial=self.setup.initial.digest)
+            result = self._first_round(replace(source, excluded=tuple(sorted({*source.excluded, *tried}))))
+        return result
+
+    def _first_round(self, source: Source) -> RoundResult:
+        result = self.run_round(source)
+        self._first_rounds.append(result)
+        return result
 
     def _told(self, result: RoundResult, recovery: Recovery) -> tuple[Decision, str, str | None]:
         error = None if result.error is None else str(result.error)
@@ -266,34 +283,6 @@ class Epoch:
             assert self.gate is not None
             return (*self._gated(self.gate)[:2], error)
         return Decision.ROLLED_BACK, result.reason, error
-
-    def _first_source(self, recovery: Recovery) -> Source:
-        excluded = recovery.excluded
-        if recovery.kind is DecisionKind.RESTORE:
-            assert recovery.round is not None
-            return self.source_of(recovery.round, SourceKind.JOURNAL)
-        if recovery.kind is DecisionKind.REPLAN:
-            assert recovery.inputs is not None and recovery.round is not None
-            known = recovery.inputs
-            return Source(
-                kind=SourceKind.SUSPECT,
-                records=known.records,
-                placements=(known.current, known.initial, *known.placements),
-                reserve_factor=recovery.reserve_factor,
-                excluded=excluded,
-                from_round=recovery.round.number,
-            )
-        return self._calibration(recovery)
-
-    def _calibration(self, recovery: Recovery, *, after: RoundResult | None = None) -> Source:
-        """Return a plan to be measured; what a restore has just been found wanting with is not chosen again."""
-        failed = recovery.placement if after is not None and _blames_plan(after) else None
-        excluded = {*recovery.excluded, *([failed] if failed is not None else [])} - {self.setup.initial.digest}
-        return Source(
-            kind=SourceKind.CALIBRATION,
-            excluded=tuple(sorted(excluded)),
-            reserve_factor=recovery.reserve_factor,
-        )
 
     def _gated(self, gate: Gate) -> tuple[Decision, str, str | None]:
         if gate.reason in (GateReason.JOURNAL_NEWER, GateReason.JOURNAL_UNUSABLE):
@@ -373,9 +362,11 @@ class Epoch:
                 self.journal.append([draft], stream=self.setup.stream, epoch=self.id)
 
 
-def _blames_plan(result: RoundResult) -> bool:
-    return result.verdict is not None and result.verdict.blames is Blame.PLAN
+def _cannot_serve(result: RoundResult) -> bool:
+    """Whether a round was rolled back and no request of it succeeded, under whatever placement."""
+    is_memory = bool(result.records) and all(record.out_of_memory for record in result.records)
+    return result.state is State.ROLLED_BACK and is_memory
 
 
-def _shape(found: object) -> Workload | None:
-    return None if found is None else msgspec.convert(found, Workload)
+def _pin_was_refused(result: RoundResult) -> bool:
+    return isinstance(result.error, EffectFailed) and isinstance(result.error.__cause__, MemoryError)

@@ -232,6 +232,15 @@ class PlacementInfeasible(ResidencyError):
         )
 
 
+def describe(error: BaseException) -> str:
+    """Return 'Type: message' in one line of at most 500 characters; never raises, whatever the exception's own text does."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - a user's exception may do anything
+        text = "(its text cannot be read)"
+    return f"{type(error).__name__}: {text}"[:500]
+
+
 class WarmupFailed(ResidencyError):
     """Raised when the worker's warmup raised something other than out of memory, or returned nothing."""
 

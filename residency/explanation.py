@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 # Everything here reads journaled plans, of this program or of an older one, so that a missing part is left out.
 Plain = dict[str, Any]
 
+SIZES = frozenset({"cap", "cgroup", "host_ram"})  # parts of a fingerprint that are bytes and do not say so
 VALUE_SHOWN = 60  # characters of a fingerprint's part; digests are longer, and nobody compares them by eye
 
 
-def measurement_lines(inputs: Plain) -> list[str]:
-    """Return a table of the requests that the plan rests on."""
-    records: Sequence[Plain] = inputs.get("records") or ()
+def measurement_lines(inputs: Plain, others: Sequence[Plain] = ()) -> list[str]:
+    """Return a table of the requests that the plan rests on, and of others that its round ran: those that validated."""
+    records: Sequence[Plain] = [*(inputs.get("records") or ()), *others]
     if not records:
         return ["measured: nothing"]
     headings = ("MEASURED", "SHAPE", "PLACEMENT", "ALLOCATED PEAK", "RESERVED PEAK", "TIME", "RESULT")
@@ -70,9 +71,10 @@ def budget_lines(inputs: Plain) -> list[str]:
 
 def plan_lines(plan: Plain) -> list[str]:
     """Return what the plan promises, what bound it, and what else was weighed."""
-    lines = [*_prediction_lines(plan.get("prediction") or {})]
-    if plan.get("bound_by"):
-        lines.append(f"bound by: {plan['bound_by']}")
+    steps = ((plan.get("inputs") or {}).get("workload") or {}).get("steps")
+    lines = [*_prediction_lines(plan.get("prediction") or {}, steps)]
+    if bound := plan.get("bound_by"):
+        lines.append(_bound_text(str(bound)))
     if following := plan.get("next_cheapest"):
         lines.append(f"next cheapest change: {_next_text(following)}")
     if plan.get("relaxed"):
@@ -88,11 +90,22 @@ def plan_lines(plan: Plain) -> list[str]:
     return lines
 
 
-def _prediction_lines(prediction: Plain) -> list[str]:
+def _bound_text(bound: str) -> str:
+    """Return why there is nothing faster. The journal names the phase in which the next faster change would not fit."""
+    if bound.startswith("nothing"):
+        return bound.partition(": ")[2] or "no placement is faster"
+    _, found, phase = bound.partition("phase ")
+    if not found:
+        return f"a faster placement would not fit: {bound}"
+    return f"a faster placement would not fit in phase {phase}"
+
+
+def _prediction_lines(prediction: Plain, steps: object) -> list[str]:
     if "duration_ns" not in prediction:
         return []
     parts = f"{duration(prediction['compute_ns'])} of compute and {duration(prediction['transfer_ns'])} of transfers"
-    timed = f"{duration(prediction['duration_ns'])} a request ({parts})"
+    of_steps = f" of {steps} steps" if steps else ""
+    timed = f"{duration(prediction['duration_ns'])} a request{of_steps} ({parts})"
     held = f"{size(prediction['device_bytes'])} held on the device, {size(prediction['pinned_bytes'])} pinned"
     basis = "" if prediction.get("measured", True) else ", extrapolated from a smaller shape"
     lines = [f"predicted: {timed if prediction.get('timed', True) else 'no time, nothing ran'}; {held}{basis}"]
@@ -120,6 +133,10 @@ def _alternative_row(one: Plain) -> tuple[str, ...]:
     return one["name"], short(one["digest"]), *figures, fits
 
 
+def _is_size(value: object, name: str) -> TypeGuard[int]:
+    return (name in SIZES or name.endswith("_bytes")) and isinstance(value, int)
+
+
 def fingerprint_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Plain]:
     """Return the parts of the fingerprint that differ, with both values."""
     return [{"part": name, "before": old.get(name), "now": new.get(name)} for name in differences(old, new)]
@@ -131,9 +148,14 @@ def change_text(change: Plain) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         names = differences(before, now)
         before, now = ({name: part[name] for name in names if name in part} for part in (before, now))
-    return f"{change['part']} was {_brief(before)}, is {_brief(now)}"
+    part = str(change["part"])
+    return f"{part} was {_brief(before, part)}, is {_brief(now, part)}"
 
 
-def _brief(value: object) -> str:
-    text = msgspec.json.encode(value, order="sorted").decode()
+def _brief(value: object, part: str) -> str:
+    if _is_size(value, part):
+        return size(value)
+    if isinstance(value, dict):
+        value = {name: size(one) if _is_size(one, name) else one for name, one in value.items()}
+    text = "none" if value is None else msgspec.json.encode(value, order="sorted").decode()
     return text if len(text) <= VALUE_SHOWN else f"{text[:VALUE_SHOWN]}…"

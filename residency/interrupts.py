@@ -8,6 +8,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
+from residency.errors import RollbackFailed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
@@ -47,10 +49,12 @@ class Interrupts:
         self._entered += 1
         if self._entered == 1:
             for signum in SIGNALS:
-                self._previous[signum] = signal.signal(signum, self._handle)
+                # What the process ignores (under nohup, say) it goes on ignoring.
+                if signal.getsignal(signum) != signal.SIG_IGN:
+                    self._previous[signum] = signal.signal(signum, self._handle)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         self._entered -= 1
@@ -58,6 +62,10 @@ class Interrupts:
             for signum, handler in self._previous.items():
                 signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
             self._previous.clear()
+            pending, self._pending = self._pending, None
+            # A rollback that failed ends the process by itself, and must say so.
+            if pending is not None and not isinstance(error, (RollbackFailed, Terminated)):
+                raise Terminated(pending) from error
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -75,6 +83,10 @@ class Interrupts:
         if self._pending is not None:
             signum, self._pending = self._pending, None
             raise Terminated(signum)
+
+    def interrupt(self, signum: int) -> None:
+        """Have a round on another thread raise `Terminated` at its next safe point, as if the signal had come there."""
+        self._pending = signum
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._depth:
@@ -96,7 +108,7 @@ class StopNotice:
     Only SIGTERM is watched (an interrupt unwinds the worker by itself), and only from the main thread.
     """
 
-    def __init__(self, on_stop: Callable[[str], None]) -> None:
+    def __init__(self, on_stop: Callable[[int], None]) -> None:
         self._on_stop = on_stop
         self._previous: Any = None
         self._installed = False
@@ -115,7 +127,7 @@ class StopNotice:
             self._installed = False
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._on_stop(signal.Signals(signum).name)
+        self._on_stop(signum)
         previous = self._previous
         if callable(previous):
             previous(signum, frame)

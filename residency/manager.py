@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from residency.control import Control
 from residency.epoch import Epoch
-from residency.errors import EffectFailed, JournalError, PlacementInfeasible, SettingsError
+from residency.errors import (
+    EffectFailed,
+    JournalError,
+    PipelineBusy,
+    PlacementInfeasible,
+    RollbackFailed,
+    SettingsError,
+)
 from residency.gpu.devices import limit_device as limit
 from residency.health import HealthApp
 from residency.interrupts import Interrupts, StopNotice, Terminated, deliver
@@ -36,6 +44,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+# A container is killed thirty seconds after it is asked to stop; the journal's last word must come before.
+STOP_WAIT_S = 20.0
 
 
 def limit_device(size: str, *, device: str = "auto") -> None:
@@ -68,10 +79,11 @@ def attach(
     pipe: a diffusers pipeline, or a mapping of names to modules. journal: a path or a sqlite:/// URL.
     workload: the default request shape. warmup: runs one request of the shape it is given and returns its output.
     modes: component -> mode, which residency then never touches. vram, host_ram: sizes such as '24GiB', bounds on
-    device memory and on pinned host memory. device: 'auto', 'cuda', 'cpu' (emulated), or a Device. name: of this worker, the same at every start. placement: a file that
-    `export_placement` wrote, taken as configured. identity: component -> what identifies its weights' content (a
-    revision, a digest), so that a restore may compare outputs. tolerance: largest difference between outputs that
-    still counts as the same, if bit for bit is too strict.
+    device memory and on pinned host memory. device: 'auto', 'cuda', 'cpu' (emulated), or a Device. name: of this
+    worker, the same at every start. placement: a file that `export_placement` wrote, taken as configured.
+    identity: component -> what identifies its weights' content (a revision, a digest); a restore compares outputs
+    only if every component has one. tolerance: largest difference between outputs, as a part of the largest value,
+    that still counts as the same, if bit for bit is too strict.
 
     Raises SettingsError and its kin (exit code 2) for what cannot be used, PlacementInfeasible (72) if even the
     smallest form of a component is over the cap.
@@ -108,11 +120,14 @@ class Manager:
         self._starting = threading.Lock()
         self._report: Report | None = None
         self._is_ended = False
+        self._failure: RollbackFailed | None = None
+        self._gave_up = False
 
     @property
     def ready(self) -> bool:
-        """Whether `start` has returned and no round is running."""
-        return self._report is not None and not self._is_ended and self._status.round_since is None
+        """Whether `start` has returned, no round is running, and no rollback has failed."""
+        is_up = self._report is not None and not self._is_ended and self._failure is None
+        return is_up and self._status.round_since is None
 
     @property
     def report(self) -> Report | None:
@@ -141,6 +156,7 @@ class Manager:
         Raises RollbackFailed (70: end the process), PlacementInfeasible (72), PipelineBusy; SIGTERM and SIGINT in
         mid-round roll back first and then end the process as they would have.
         """
+        self._refuse_inside_a_round("start()")
         with self._starting:
             if self._report is None:
                 if self._is_ended:
@@ -193,10 +209,19 @@ class Manager:
         Path(path).write_bytes(self.placement.to_bytes())
 
     def detach(self) -> None:
-        """Put every module back exactly as before, and end this life in the journal. A second call is a no-op."""
-        self._pipeline.before_request = None
+        """Put every module back exactly as before, and end this life in the journal. A second call is a no-op.
+
+        Blocks until no request runs, at most `request_wait_s`; then raises PipelineBusy, and nothing has changed.
+        """
+        self._refuse_inside_a_round("detach()")
         self._pipeline.detach()
+        self._pipeline.before_request = None
         self._end("detach")
+
+    def _refuse_inside_a_round(self, call: str) -> None:
+        """Raise PipelineBusy in a warmup that calls back: it would wait for itself."""
+        if self._status.round_thread == threading.get_ident():
+            raise PipelineBusy(holder=f"the round whose warmup calls {call}", waited_s=0.0)
 
     def _exclusively(self, run: Callable[[], Result], *, wait_s: float | None = None) -> Result:
         """Run with the pipeline to ourselves, termination signals held where weights move."""
@@ -204,28 +229,44 @@ class Manager:
         try:
             with self._interrupts, self._pipeline.exclusive("a round", wait_s), self._status.in_round():
                 return run()
+        except RollbackFailed as failure:
+            self._failure = failure
+            raise
         except Terminated as terminated:
-            self._end("signal", signal=terminated.signal_name)
-            deliver(terminated.signum)
+            # On another thread the main one has the signal in hand, and waits for this.
+            if threading.current_thread() is threading.main_thread():
+                self._end("signal", signal=terminated.signal_name)
+                deliver(terminated.signum)
             raise
 
     def _between_requests(self) -> None:
-        """Take a serving worker back if the kill switch was thrown since the last request."""
-        if self._epoch.pinned is not None or self._setup.switch() is None:
+        """Take a serving worker back if the kill switch was thrown since the last request.
+
+        Raises RollbackFailed once a rollback has failed: nobody may compute with weights that are nowhere for sure.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._gave_up or self._epoch.pinned is not None or self._setup.switch() is None:
             return
         try:
             # The request would wait as long for its turn.
             self._exclusively(self._take_back, wait_s=self._setup.policy.request_wait_s)
         except (EffectFailed, JournalError, PlacementInfeasible) as error:
-            log.warning("the kill switch is on, but going back failed: %s", error)
+            self._gave_up = True
+            log.error("the kill switch is on, but going back failed, and is not tried again: %s; restart", error)
 
     def _take_back(self) -> None:
         # Another thread may have done it while this one waited.
         if self._epoch.pinned is None:
             self._epoch.take_back()
 
-    def _stopped_by(self, signal_name: str) -> None:
-        self._end("signal", signal=signal_name)
+    def _stopped_by(self, signum: int) -> None:
+        """Let a round on another thread roll back first, within a bound; then say what ended this life."""
+        deadline = time.monotonic() + STOP_WAIT_S
+        while self._status.round_since is not None and time.monotonic() < deadline:
+            self._interrupts.interrupt(signum)
+            time.sleep(0.01)
+        self._end("signal", signal=signal.Signals(signum).name)
 
     def _at_exit(self) -> None:
         self._end("exit")
@@ -246,14 +287,17 @@ class _Status:
         self.what = "attached"
         self.since = time.monotonic()
         self.round_since: float | None = None
+        self.round_thread: int | None = None
 
     @contextmanager
     def in_round(self) -> Iterator[None]:
         self.round_since = self.since = time.monotonic()
+        self.round_thread = threading.get_ident()
         try:
             yield
         finally:
             self.what, self.since, self.round_since = "serving", time.monotonic(), None
+            self.round_thread = None
 
     def working(self, what: str) -> None:
         self.what = what

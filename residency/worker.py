@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from residency.effects.place import PlaceComponent, order_effects
 from residency.effects.spec import EffectSpec
-from residency.errors import PlacementInfeasible, ResidencyError
+from residency.effects.transaction import Transaction
+from residency.errors import EffectFailed, PlacementInfeasible, SettingsError
 from residency.gpu.device import is_out_of_memory
 from residency.gpu.host_memory import read_host
 from residency.gpu.measure import measure_request
@@ -40,6 +42,7 @@ class PipelineWorker:
         self._warmup, self._target_steps = warmup, target_steps
         self._host_ram_bytes, self._tolerance = host_ram_bytes, tolerance
         self._specs = pipeline.specs
+        self._pins_refused = False
 
     @property
     def specs(self) -> tuple[ComponentSpec, ...]:
@@ -77,27 +80,31 @@ class PipelineWorker:
     def place(self, target: Placement) -> None:
         """Go to a placement outside any round: the initial one, before there is anything to go back to.
 
-        Raises PlacementInfeasible if device memory runs out, with the weights as they were found.
+        Raises PlacementInfeasible if device memory runs out, SettingsError if the host refuses to page-lock what a
+        placement file asks for, both with the weights as they were found; RollbackFailed if they are not.
         """
         effects = self.effects(target)
-        applied: list[Effect] = []
         try:
-            for effect in effects:
-                effect.check()
-            for effect in effects:
-                effect.apply()
-                applied.append(effect)
-        except BaseException as error:
-            for effect in reversed(applied):
-                effect.revert()
-            if isinstance(error, ResidencyError) or not is_out_of_memory(error):
+            Transaction(effects, on_intent=lambda *_: None, on_outcome=lambda *_: None).apply()
+        except EffectFailed as error:
+            cause = error.__cause__
+            if isinstance(cause, MemoryError):
+                raise SettingsError(
+                    f"{error}; raise the limit on locked memory, or configure no pinned tier"
+                ) from error
+            if cause is None or not is_out_of_memory(cause):
                 raise
             needed = sum(one.device_bytes(target.components[one.name], in_use=False) for one in self.specs)
-            cap_bytes = self.device().cap_bytes
             raise PlacementInfeasible(
-                needed_bytes=needed, cap_bytes=cap_bytes, bound_by="the initial placement (modes=)"
+                needed_bytes=needed,
+                cap_bytes=self.device().cap_bytes,
+                bound_by="the initial placement (modes=)",
             ) from error
         self.pipeline.commit()
+
+    def refuse_pins(self) -> None:
+        """Plan without page-locked host memory for the rest of this life: the host refuses it."""
+        self._pins_refused = True
 
     def outputs_close(self, first: object, second: object) -> bool:
         """Whether two outputs agree within the tolerance the user declared; False if none was."""
@@ -122,4 +129,5 @@ class PipelineWorker:
 
     def host(self) -> HostReading:
         """Read the host's memory now; a declared host_ram bounds what may be pinned."""
-        return read_host(host_ram_bytes=self._host_ram_bytes)
+        reading = read_host(host_ram_bytes=self._host_ram_bytes)
+        return replace(reading, pin_budget_bytes=0) if self._pins_refused else reading

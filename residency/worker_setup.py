@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from residency.errors import ModeUnavailable, SettingsError
+from residency.errors import ModeUnavailable, SettingsError, UnknownComponent
 from residency.gpu.adapters import components_of
 from residency.gpu.device import Device
 from residency.gpu.devices import open_device
@@ -92,6 +92,8 @@ def prepare(pipe: object, options: Options) -> Setup:
     cap = None if options.vram is None else parse_size(options.vram, name="vram")
     _check_types(options)
     modules, owner = components_of(pipe)
+    for name in (*modules, *([options.name] if options.name is not None else [])):
+        _check_name(name)
     device = _device(options.device, cap)
     device.guard()
     # Under a kill switch nothing is hooked that the initial placement does not need.
@@ -133,6 +135,10 @@ def _describe(
         chosen = {**read_placement(options.placement, worker.specs, pipeline), **chosen}
     initial = initial_placement(worker.specs, chosen, reading.cap_bytes, policy)
     identity = dict(options.identity or {})
+    names = tuple(spec.name for spec in worker.specs)
+    for name in identity:
+        if name not in names:
+            raise UnknownComponent(component=name, known=names)
     parts = fingerprint(
         specs=worker.specs,
         device=reading,
@@ -141,6 +147,7 @@ def _describe(
         configured=chosen,
         content=identity,
         num_ranks=num_ranks(),
+        host_ram_bytes=host_ram_bytes,
     )
     reasons = {spec.name: spec.fixed_reason for spec in worker.specs if spec.fixed_reason is not None}
     return Setup(
@@ -155,7 +162,7 @@ def _describe(
         workload=workload,
         policy=policy,
         has_warmup=options.warmup is not None,
-        is_identified=bool(identity),
+        is_identified=set(identity) == set(names),
         num_ranks=num_ranks(),
         switch=switch,
     )
@@ -213,6 +220,16 @@ def _check_types(options: Options) -> None:
             raise SettingsError(
                 f"{name} is a {type(value).__name__}, {value!r}; pass a mapping of component to {_OF[name]}"
             )
+
+
+def _check_name(name: object) -> None:
+    """Raise SettingsError for a name that no journal could hold."""
+    try:
+        is_text = isinstance(name, str) and bool(name) and name.encode() is not None
+    except UnicodeEncodeError:
+        is_text = False
+    if not is_text:
+        raise SettingsError(f"the name {name!r} is no text; name workers and components with Unicode text")
 
 
 _OF = {"modes": "mode", "identity": "what identifies its weights"}

@@ -35,23 +35,19 @@ class EpochLog:
         """Write what is held and then the drafts, all or nothing. Raises JournalError."""
         if self.failure is not None:
             raise self.failure
-        batch: Sequence[Draft] = (*self._held, *drafts)
+        # Taken before it is written: should an interrupt come after the write, nothing is written a second time.
+        held, self._held = self._held, []
+        batch: Sequence[Draft] = (*held, *drafts)
         try:
             events = self.journal.append(batch, stream=self.stream, epoch=self.epoch, rank=self.rank, witness=witness)
         except JournalError as error:
             self.failure = error
             raise
-        self._held.clear()
         return events[len(batch) - len(drafts) :]
 
     def hold(self, draft: Draft) -> None:
         """Keep a draft for the next append."""
         self._held.append(draft)
-
-    def flush(self) -> None:
-        """Write what is held, if anything. Raises JournalError."""
-        if self._held:
-            self.append()
 
     def note(self, kind: EventType, *, round_number: int, payload: dict[str, Any]) -> None:
         """Append an event that decides nothing; a journal that has failed is passed over in silence."""

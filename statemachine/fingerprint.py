@@ -26,8 +26,10 @@ def fingerprint(
     content: Mapping[str, str] | None = None,
     num_ranks: int = 1,
     compile_mode: str | None = None,
+    host_ram_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Return part -> JSON value. content: component -> identity of its weights' bytes, as far as it is known.
+    host_ram_bytes: the declared bound on pinned host memory.
 
     What varies from start to start without meaning (free memory, link speed) is no part of it.
     """
@@ -40,6 +42,7 @@ def fingerprint(
         "torch": device.torch_version,
         "allocator": device.allocator_settings,
         "cgroup": host.cgroup_cap_bytes,
+        "host_ram": host_ram_bytes,
         "ranks": num_ranks,
         "compile": compile_mode,
         "workload": msgspec.to_builtins(workload),

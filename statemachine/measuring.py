@@ -22,6 +22,7 @@ class Measuring:
     """Runs measured requests for one round and hands each record out as soon as it exists.
 
     target: the default workload. clock: monotonic ns, for time budgets. on_record: called after every request.
+    before_run: called before every one; what it raises ends the measuring.
     """
 
     worker: Worker
@@ -30,6 +31,7 @@ class Measuring:
     observer: Observer
     clock: Callable[[], int]
     on_record: Callable[[RequestRecord], None]
+    before_run: Callable[[], None]
     records: list[RequestRecord] = field(default_factory=list)
 
     @property
@@ -68,6 +70,7 @@ class Measuring:
 
     def run(self, kind: RequestKind, shape: Workload) -> Measured:
         """Run one measured request. Raises WarmupFailed for anything but out of memory."""
+        self.before_run()
         size = f"{shape.width}x{shape.height}x{shape.frames}, {shape.steps} steps"
         self.observer.working(f"{kind.value} request, {size}")
         try:

@@ -43,6 +43,8 @@ class Policy:
     noise_factor: float = 3.0
     noise_unknown_fraction: float = 0.05  # of the baseline, with too few samples
 
+    replans_max: int = 3  # where nothing runs at all: other placements tried before a start gives up
+
     # Waiting.
     journal_wait_s: float = 10.0  # for other writers; the longest append seen with eight of them was 1.1 s
     busy_wait_s: float = 30.0  # for requests in flight, before a round is refused as busy

@@ -13,7 +13,9 @@ from residency.errors import (
     PlacementInfeasible,
     ResidencyError,
     RollbackFailed,
+    TransitionRefused,
     WarmupFailed,
+    describe,
 )
 from residency.gpu.records import RequestKind
 from residency.journal.events import Draft, EventType
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from residency.statemachine.machine import RoundMachine
     from residency.statemachine.plan import Plan
     from residency.statemachine.source import Source
+    from residency.statemachine.states import State
 
 
 class Round:
@@ -53,6 +56,7 @@ class Round:
             observer=context.observer,
             clock=context.clock,
             on_record=self._journal_record,
+            before_run=self._check_switch,
         )
         self._transaction: Transaction | None = None
         self._last_intent: str | None = None
@@ -106,8 +110,7 @@ class Round:
 
     def _measure_and_plan(self) -> Baseline:
         """Measuring -> planned."""
-        # Before any cost is paid: a kill switch that is on lets no round begin.
-        self.machine.check(Trigger.PLAN, pinned=self.context.switch() is not None)
+        self._check_switch()
         baseline = self._measure() if self.source.is_measured else Baseline.journaled(self.source)
         if self.target is None:
             self.context.observer.working("planning")
@@ -176,7 +179,7 @@ class Round:
         shapes = [one.workload for one in self.measuring.records if one.succeeded]
         try:
             self.measuring.run(RequestKind.REWARM, shapes[-1] if shapes else self.measuring.small)
-        except (WarmupFailed, JournalError) as error:
+        except Exception as error:  # noqa: BLE001 - the placement is restored; a warmup that fails is only told
             return error
         return None
 
@@ -192,8 +195,8 @@ class Round:
         """Roll back after an exception; raise it again if it is not the round's own business."""
         if self.machine.state in SETTLED:
             if isinstance(error, Exception):
-                # Committed is committed: a host copy that could not be released costs memory, not correctness.
-                return self._result(f"committed; releasing host copies failed: {error}", error=error)
+                # What is settled stays so: a host copy that could not be released costs memory, not correctness.
+                return self._result(f"{self.machine.state.value}; afterwards: {error}", error=error)
             raise error
         is_broken = isinstance(error, (WarmupFailed, PlacementInfeasible)) or not isinstance(error, Exception)
         result = self._roll_back(
@@ -212,12 +215,29 @@ class Round:
         self.context.log.note(EventType.ROLLBACK_FAILED, round_number=self.number, payload=payload)
         return RollbackFailed(round_number=self.number, problems=problems)
 
+    def _check_switch(self) -> None:
+        """Raise TransitionRefused if the kill switch is on: before any cost is paid, and between two requests."""
+        if self.context.switch() is not None:
+            raise TransitionRefused(
+                round_number=self.number,
+                state=self.machine.state.value,
+                trigger="any but roll_back and measure",
+                reason="the kill switch is on",
+            )
+
     # What is written, and when.
 
     def _transition(self, trigger: Trigger, payload: dict[str, Any], *blobs: Placement) -> None:
         """Guard, then write, then change the state. Raises TransitionRefused or JournalError with nothing changed."""
         source = self.machine.state
         self.context.observer.leaving(source.value)
+        # A signal between the durable event and the state would leave two truths.
+        with self.context.interrupts.deferred():
+            self._write_transition(trigger, payload, source, blobs)
+
+    def _write_transition(
+        self, trigger: Trigger, payload: dict[str, Any], source: State, blobs: tuple[Placement, ...]
+    ) -> None:
         pinned = self.context.switch() is not None
         target = self.machine.check(trigger, pinned=pinned)
         self.context.log.append(
@@ -250,7 +270,7 @@ class Round:
             "index": spec.index,
             "component": spec.component,
             "result": result,
-            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "error": None if error is None else describe(error),
             "duration_ns": duration_ns,
         }
         draft = Draft(type=EventType.EFFECT_OUTCOME, round=self.number, payload=payload, causation=self._last_intent)
@@ -258,7 +278,8 @@ class Round:
 
     def _journal_record(self, record: RequestRecord) -> None:
         payload = {"record": msgspec.to_builtins(record)}
-        self.context.log.append(Draft(type=EventType.MEASURED, round=self.number, payload=payload))
+        with self.context.interrupts.deferred():
+            self.context.log.append(Draft(type=EventType.MEASURED, round=self.number, payload=payload))
 
     def _validated_by(self, verdict: Verdict | None) -> dict[str, Any]:
         """Return what a later start needs to restore and to validate this placement."""
@@ -279,6 +300,7 @@ class Round:
             state=self.machine.state,
             reason=reason,
             plan=self.plan,
+            target=None if self.target is None else self.target.digest,
             records=tuple(self.measuring.records),
             **fields,
         )
@@ -287,12 +309,15 @@ class Round:
 def _verdict_of(error: BaseException) -> Verdict:
     """Say whom an exception blames."""
     cause = error.__cause__ if isinstance(error, EffectFailed) else error
-    # By name: out of memory is torch's own type, and nothing here may load torch.
-    is_memory = isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"
+    # By name: out of memory is torch's own type, and nothing here may load torch. A MemoryError is the host's refusal
+    # to page-lock, which says nothing about the plan on another day.
+    is_memory = type(cause).__name__ == "OutOfMemoryError"
     blames, reason = Blame.INFRASTRUCTURE, Reason.INTERRUPTED
     if isinstance(error, PlacementInfeasible) or is_memory:
         blames, reason = Blame.PLAN, Reason.OUT_OF_MEMORY
     elif isinstance(error, WarmupFailed):
         blames, reason = Blame.REQUEST, Reason.REQUEST_FAILED
-    detail = str(error) if isinstance(error, ResidencyError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, TransitionRefused):
+        return Verdict(ok=False, blames=blames, reason=reason, detail="the kill switch was thrown", figures={})
+    detail = str(error) if isinstance(error, ResidencyError) else describe(error)
     return Verdict(ok=False, blames=blames, reason=reason, detail=detail, figures={})

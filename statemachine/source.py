@@ -56,13 +56,14 @@ class RoundResult:
     """How a round ended.
 
     source: where its plan came from. state: where the machine is now. reason: one line for people. kept: the plan was the placement in force.
-    pinned: the kill switch ended it. error: what went wrong, None if nothing did.
+    target: digest of its plan's placement, None before there was one. pinned: the kill switch ended it. error: what went wrong, None if nothing did.
     """
 
     number: int
     source: SourceKind
     state: State
     reason: str
+    target: str | None = None
     kept: bool = False
     pinned: bool = False
     verdict: Verdict | None = None

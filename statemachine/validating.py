@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from residency.gpu.records import RequestKind, RequestRecord
 from residency.gpu.workload import Workload
 from residency.statemachine.probing import measured_steps
-from residency.statemachine.validation import Evidence, Verdict, judge, noise_ns
+from residency.statemachine.validation import Evidence, Verdict, judge, noise_ns, steady_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,12 +38,10 @@ class Baseline:
         cls, samples: Sequence[Measured], records: Sequence[RequestRecord], shape: Workload | None
     ) -> Baseline:
         """Return the baseline of a round that measured one; `records` are all that it measured."""
-        same_shape = [one for one in records if one.succeeded and one.workload == shape]
-        digests = {one.output_digest for one in same_shape}
         return cls(
             records=tuple(one.record for one in samples if one.record.succeeded),
             shape=shape,
-            expected_output=digests.pop() if len(same_shape) > 1 and len(digests) == 1 else None,
+            expected_output=steady_output([one for one in records if one.workload == shape]),
             output=samples[0].output if samples else None,
         )
 
@@ -51,12 +49,10 @@ class Baseline:
     def journaled(cls, source: Source) -> Baseline:
         """Return what a source knows from an earlier round."""
         samples = tuple(one for one in source.records if one.kind is RequestKind.BASELINE and one.succeeded)
-        digests = {one.output_digest for one in samples}
-        known = digests.pop() if len(samples) > 1 and len(digests) == 1 else None
         return cls(
             records=samples,
             shape=samples[-1].workload if samples else None,
-            expected_output=source.expected_output or known,
+            expected_output=source.expected_output or steady_output(samples),
         )
 
     def noise_ns(self, policy: Policy) -> int:
@@ -88,10 +84,8 @@ def compare(context: RoundContext, source: Source, measuring: Measuring, baselin
             records=tuple(one.record for one in taken) or (rewarm.record,),
             rewarm=(rewarm.record,),
             baseline=baseline.records,
-            restore=not baseline.records,
             expected_output=baseline.expected_output if is_known else None,
             outputs_close=close,
-            timing_waived=not baseline.records,
             policy=context.policy,
         )
     )

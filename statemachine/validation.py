@@ -35,34 +35,22 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What kept a validation from being finished, and that is no property of the plan."""
-
-    blames: Blame
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What a verdict rests on.
 
     records: of the requests under the proposed placement. rewarm: of those before them, which count for memory and
     for failures, not for time: the first request after a move pays what later ones do not. baseline: of those under
-    the placement before it, the same shape; empty for a restore. expected_output: digest of the output that must come
-    again, if one is known: of a restore's journaled output where the weights are the same, of a baseline that gave it
-    every time. outputs_close: what a declared tolerance says of the outputs; None if none was declared.
-    timing_waived: the placement before could not run the shape at all.
+    the placement before it, the same shape; empty, and time is not judged, where there is none: in a restore, or if
+    that placement could not run. expected_output: digest of the output that must come again, None if none is known.
+    outputs_close: what a declared tolerance says of the outputs; None if none was declared.
     """
 
     cap_bytes: int
     records: tuple[RequestRecord, ...]
     rewarm: tuple[RequestRecord, ...] = ()
     baseline: tuple[RequestRecord, ...] = ()
-    restore: bool = False
     expected_output: str | None = None
     outputs_close: bool | None = None
-    timing_waived: bool = False
-    failure: Failure | None = None
     policy: Policy = field(default_factory=Policy)
 
 
@@ -80,12 +68,6 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Return the verdict; the first of out of memory, memory, output and time that fails decides. Pure."""
     figures: dict[str, Figure] = {"cap_bytes": evidence.cap_bytes, "num_samples": len(evidence.records)}
-    if evidence.failure is not None:
-        interrupted = evidence.failure.blames is Blame.INFRASTRUCTURE
-        reason = Reason.INTERRUPTED if interrupted else Reason.REQUEST_FAILED
-        return Verdict(
-            ok=False, blames=evidence.failure.blames, reason=reason, detail=evidence.failure.text, figures=figures
-        )
     if not evidence.records:
         detail = "no request ran under the proposed placement"
         return Verdict(
@@ -96,6 +78,12 @@ def judge(evidence: Evidence) -> Verdict:
         if verdict is not None:
             return verdict
     return Verdict(ok=True, blames=None, reason=Reason.PASSED, detail=_summary(figures), figures=figures)
+
+
+def steady_output(records: Sequence[RequestRecord]) -> str | None:
+    """Return the digest that all these requests gave, at least two of them; one output cannot tell change from chance."""
+    digests = [record.output_digest for record in records if record.succeeded]
+    return digests[0] if len(digests) > 1 and len(set(digests)) == 1 else None
 
 
 def noise_ns(durations_ns: Sequence[int], policy: Policy) -> int:
@@ -142,10 +130,6 @@ def _judge_memory(evidence: Evidence, figures: dict[str, Figure]) -> Verdict | N
 def _judge_output(evidence: Evidence, figures: dict[str, Figure]) -> Verdict | None:
     found = {record.output_digest for record in evidence.records}
     expected = evidence.expected_output
-    if expected is None and not evidence.restore:
-        digests = [record.output_digest for record in _comparable(evidence)]
-        # One output cannot tell a change from chance.
-        expected = digests[0] if len(digests) > 1 and len(set(digests)) == 1 else None
     if expected is None:
         figures["output"] = "not judged"
         return None
@@ -179,8 +163,8 @@ def _judge_time(evidence: Evidence, figures: dict[str, Figure]) -> Verdict | Non
     allowed = max(policy.slower_fraction * baseline, policy.slower_min_ms * 1e6, policy.noise_factor * noise)
     figures |= {"baseline_ns": round(baseline), "noise_ns": noise, "allowed_ns": round(allowed)}
     figures["num_baseline_samples"] = len(before)
-    figures["timing"] = "waived" if evidence.timing_waived or evidence.restore else "judged"
-    if slower <= allowed or figures["timing"] == "waived":
+    figures["timing"] = "judged"
+    if slower <= allowed:
         return None
     detail = (
         f"a request takes {median(after) / 1e6:.1f} ms instead of {baseline / 1e6:.1f} ms; "

@@ -1,4 +1,5 @@
 import ast
+import inspect
 import os
 import re
 import subprocess
@@ -118,15 +119,15 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 def test_adoption_takes_under_fifteen_lines_of_names_that_exist() -> None:
     import residency
 
-    (block,) = blocks(ROOT / "README.md", "python")
-    tree = ast.parse(block)
+    adoption, *others = blocks(ROOT / "README.md", "python")
     used = {
         node.attr
-        for node in ast.walk(tree)
+        for block in (adoption, *others)
+        for node in ast.walk(ast.parse(block))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "residency"
     }
 
-    assert len([line for line in block.splitlines() if line.strip()]) < 15
+    assert len([line for line in adoption.splitlines() if line.strip()]) < 15
     assert used <= set(residency.__all__)
 
 
@@ -165,6 +166,22 @@ def test_every_guarantee_names_a_test_that_exists() -> None:
         for file, name in tests:
             assert (ROOT / file).exists(), file
             assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8") if name else True, name
+
+
+def test_every_keyword_of_attach_in_the_documents_exists() -> None:
+    from residency.manager import attach
+
+    calls = [
+        node
+        for document in DOCUMENTS
+        for block in blocks(document, "python")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "attach"
+    ]
+    known = set(inspect.signature(attach).parameters)
+
+    assert len(calls) >= 2
+    assert not [one.arg for call in calls for one in call.keywords if one.arg not in known]
 
 
 def test_every_verb_is_in_the_readme_and_has_help() -> None:

@@ -48,7 +48,7 @@ def inspect() -> Callable[[Path], StreamView]:
     def look(journal: Path) -> StreamView:
         reader = JournalReader.open(journal)
         try:
-            findings = [one for one in verify(reader) if one.kind.value != "note"]
+            findings = [one for one in verify(reader) if not one.is_note]
             assert findings == []
             events = list(reader.events("tiny"))
             intents = [e.event_id for e in events if e.type == "effect.intent"]

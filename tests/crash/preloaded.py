@@ -10,13 +10,16 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from residency.errors import ResidencyError
+from residency.effects.place import PlaceComponent
+from residency.errors import ResidencyError, RollbackFailed
 from residency.gpu.output import output_digest
 from residency.journal.store import Journal
 
@@ -71,6 +74,38 @@ class Die:
             os.kill(os.getpid(), self._signum)
 
 
+def break_rollback(manager: Any) -> None:
+    """Have validation fail, and the way back, too."""
+    initial = manager.placement
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    def warmup(shape: Any) -> Any:
+        if manager.placement != initial:
+            PlaceComponent.revert = fail  # type: ignore[assignment,method-assign]
+            raise RuntimeError("the device is going")
+        return plain(shape)
+
+    plain = manager._setup.worker._warmup
+    manager._setup.worker._warmup = warmup
+
+
+def terminate_in_control(manager: Any, signum: int) -> None:
+    """Have a round run on another thread, as a control request over HTTP does, and send a signal in its middle."""
+
+    def leaving(state: str) -> None:
+        if state == "applied":
+            os.kill(os.getpid(), signum)
+            time.sleep(0.5)  # the main thread takes the signal
+
+    manager._status.leaving = leaving
+    asked = {"verb": "validate", "epoch": manager.epoch}
+    thread = threading.Thread(target=manager.handle, args=(asked,), daemon=True)
+    thread.start()
+    thread.join(60)
+
+
 def start(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
     """Start one worker, serve one request, and say what came of it."""
     if "append" in request:
@@ -78,6 +113,9 @@ def start(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
     worker = tiny.Worker(Path(request["journal"]))
     die = Die(request.get("state"), request.get("effect"), request.get("signal", signal.SIGKILL))
     manager = worker.attach(observer=die, **request.get("options", {}))
+    if request.get("break_rollback"):
+        manager._setup.worker.place(manager._setup.initial)
+        break_rollback(manager)
     appends = 0
     plain = Journal.append
 
@@ -87,10 +125,16 @@ def start(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
         return plain(self, *args, **kwargs)
 
     Journal.append = counted  # type: ignore[method-assign]
-    report = manager.start()
+    try:
+        report = manager.start()
+    except RollbackFailed:
+        assert not manager.ready
+        raise
     answer: dict[str, Any] = report.to_json()
     with manager.request():
         answer["output"] = output_digest(worker.pipeline.request(tiny.WORKLOAD))
+    if "terminate_in_control" in request:
+        terminate_in_control(manager, request["terminate_in_control"])
     if "terminate" in request:
         os.kill(os.getpid(), request["terminate"])
     if not request.get("vanish"):
@@ -110,7 +154,7 @@ def serve(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
         try:
             said = json.dumps(start(request, tiny))
         except ResidencyError as error:
-            said, code = json.dumps({"error": str(error)}), error.exit_code
+            said, code = json.dumps({"error": str(error), "ready": False}), error.exit_code
         with os.fdopen(writing, "w") as pipe:
             pipe.write(said)
         # As a crash leaves it, without the interpreter's own clean-up; what a worker must do it has done.

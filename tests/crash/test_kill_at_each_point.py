@@ -145,6 +145,17 @@ def test_a_serving_worker_that_is_asked_to_terminate_says_so_and_blames_nobody(
         assert last.serving["decision"] == ("restored" if number else "committed")
 
 
+def test_a_round_on_another_thread_rolls_back_before_the_signal_ends_the_process(
+    start: Start, inspect: Inspect, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal.db"
+    died = start(journal=journal, terminate_in_control=signal.SIGTERM)
+    assert died["status"] == -signal.SIGTERM
+    (epoch,) = inspect(journal).epochs
+    assert [one.state for one in epoch.rounds] == ["committed", "rolled-back"]
+    assert epoch.stopped == {"reason": "signal", "signal": "SIGTERM"}
+
+
 def test_three_early_deaths_while_serving_quarantine_a_committed_placement(
     start: Start, inspect: Inspect, tmp_path: Path
 ) -> None:
@@ -160,3 +171,35 @@ def test_three_early_deaths_while_serving_quarantine_a_committed_placement(
         if epoch.recovered is not None and epoch.recovered["death"]["blames"] == "plan"
     ]
     assert set(blamed) == {first["placement_digest"]}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_termination_signal_during_any_append_leaves_one_truth(
+    start: Start, inspect: Inspect, tmp_path: Path, signum: signal.Signals
+) -> None:
+    """The handler runs while the append is being written, as it does when a signal comes during its sync."""
+    appends = start(journal=tmp_path / "counted.db")["answer"]["appends"]
+    for append in range(1, appends + 1):
+        journal = tmp_path / f"{append}.db"
+        assert start(journal=journal, append=append, before=False, signal=signum)["status"] != 0
+        view = inspect(journal)
+        for one in view.rounds:
+            assert one.state in ("committed", "rolled-back"), append
+            assert not one.open_intents, append
+            settled = one.placement if one.state == "committed" else one.previous
+            assert view.epochs[-1].placement == settled, append
+
+
+def test_a_rollback_that_fails_ends_with_its_exit_code_and_is_recovered(
+    start: Start, inspect: Inspect, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal.db"
+    died = start(journal=journal, break_rollback=True)
+    assert died["status"] == 70
+    assert "rollback failed" in died["answer"]["error"]
+    assert died["answer"]["ready"] is False
+    (epoch,) = inspect(journal).epochs
+    assert epoch.rollback_failed is not None
+    assert epoch.rounds[-1].state not in ("committed", "rolled-back")
+    again = start(journal=journal)["answer"]
+    assert again["decision"] in ("committed", "kept", "rolled-back")

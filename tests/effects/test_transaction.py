@@ -55,7 +55,7 @@ class Failing(PlaceComponent):
 
 def transaction(pipeline: ManagedPipeline, story: Any, effects: Sequence[PlaceComponent] = ()) -> Transaction:
     effects = effects or [PlaceComponent(pipeline, spec) for spec in SPECS]
-    return Transaction(effects, on_intent=story.on_intent, on_outcome=story.on_outcome, round_number=4)
+    return Transaction(effects, on_intent=story.on_intent, on_outcome=story.on_outcome)
 
 
 def test_effects_apply_in_order_each_between_intent_and_outcome(pipeline: ManagedPipeline, story: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_failing_undo_is_told_with_all_others_attempted(pipeline: ManagedPipel
     effects = [Failing(pipeline, spec, method="revert", error=RuntimeError(f"lost {spec.component}")) for spec in SPECS]
     done = transaction(pipeline, story, effects)
     done.apply()
-    with pytest.raises(RollbackFailed, match="round 4") as caught:
+    with pytest.raises(RollbackFailed, match="lost small; big: RuntimeError: lost big") as caught:
         done.revert()
     assert caught.value.fields["problems"] == ("small: RuntimeError: lost small", "big: RuntimeError: lost big")
     assert story.lines[4:] == ["undo small", "failed small", "undo big", "failed big"]

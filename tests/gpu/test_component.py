@@ -275,6 +275,54 @@ def test_release_host_keeps_only_what_the_placement_streams(toys: Any, device: E
     assert component.host_bytes == component.pinned_bytes == 0
 
 
+class Refusing(EmulatedDevice):
+    """Raises at the first download, and counts how often its cache is emptied."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(total_bytes=2**24)
+        self._errors = [error]
+        self.num_emptied = 0
+
+    def download(
+        self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
+    ) -> torch.UntypedStorage:
+        if self._errors:
+            raise self._errors.pop()
+        return super().download(source, into=into)
+
+    def empty_cache(self) -> None:
+        self.num_emptied += 1
+
+
+@pytest.mark.parametrize("num_changed", [1, 3])
+def test_a_part_that_cannot_leave_the_device_does_not_keep_the_others_there(toys: Any, num_changed: int) -> None:
+    device = Refusing(MemoryError("no host memory"))
+    net = toys.net()
+    component = ManagedComponent("net", net, device)
+    component.load()
+    for block in net.blocks[:num_changed]:
+        block.shift.add_(1)  # so that it has to be copied back
+    expected = {name: weight.clone() for name, weight in net.state_dict().items()}
+    with pytest.raises(MemoryError, match="no host memory"):
+        component.evict()
+    assert device.memory().allocated_bytes == component.spec.groups[0].layer_bytes[0]
+    assert device.num_emptied == 1
+    component.evict()
+    assert device.memory().allocated_bytes == 0
+    assert all(torch.equal(weight, expected[name]) for name, weight in net.state_dict().items())
+
+
+def test_an_interrupted_eviction_is_finished_before_the_interrupt_is_obeyed(toys: Any) -> None:
+    device = Refusing(KeyboardInterrupt())
+    net = toys.net()
+    component = ManagedComponent("net", net, device)
+    component.load()
+    net.blocks[0].shift.add_(1)
+    with pytest.raises(KeyboardInterrupt):
+        component.evict()
+    assert device.memory().allocated_bytes == 0
+
+
 def test_a_component_found_in_parts_on_the_device_is_put_right_by_its_first_move(
     toys: Any, device: EmulatedDevice
 ) -> None:

@@ -315,6 +315,19 @@ def test_a_host_that_pins_only_so_much_refuses_the_rest() -> None:
     assert device.pin(second)
 
 
+def test_what_is_pinned_or_unpinned_twice_counts_once() -> None:
+    device = EmulatedDevice(pin_limit_bytes=1500)
+    first, second = host_storage(1000), host_storage(500)
+    for _ in range(3):
+        assert device.pin(first) and device.pin(first) and device.pin(second)
+        assert not device.pin(host_storage(1))
+        device.unpin(first)
+        device.unpin(first)
+        assert not device.pin(host_storage(1001))
+    device.close()
+    assert device.pin(host_storage(1500))
+
+
 def test_an_operator_costs_microseconds(device: EmulatedDevice) -> None:
     x = torch.ones(8, 8)
     with torch.no_grad(), device.running():

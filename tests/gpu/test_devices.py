@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from residency.errors import SettingsError
-from residency.gpu.devices import close_devices, current_cap, limit_device, open_device
+from residency.gpu.devices import close_devices, limit_device, open_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,9 +26,7 @@ def test_the_same_device_comes_back_at_every_call() -> None:
 
 
 def test_a_cap_set_before_is_in_force_when_the_device_is_opened() -> None:
-    assert current_cap() is None
     limit_device("cpu", cap_bytes=2**20)
-    assert current_cap() == 2**20
     assert open_device("cpu", cap_bytes=None).reading().cap_bytes == 2**20
 
 
@@ -36,7 +34,6 @@ def test_a_later_cap_replaces_the_earlier_one() -> None:
     limit_device("cpu", cap_bytes=2**20)
     assert open_device("cpu", cap_bytes=2**21).reading().cap_bytes == 2**21
     assert open_device("cpu", cap_bytes=None).reading().cap_bytes == 2**21
-    assert current_cap() == 2**21
 
 
 def test_an_absurd_cap_is_refused_and_not_remembered() -> None:
@@ -44,14 +41,12 @@ def test_an_absurd_cap_is_refused_and_not_remembered() -> None:
     with pytest.raises(SettingsError, match="memory cap is 0 bytes") as caught:
         limit_device("cpu", cap_bytes=0)
     assert caught.value.exit_code == 2
-    assert current_cap() == 2**20
     assert open_device("cpu", cap_bytes=None).reading().cap_bytes == 2**20
 
 
 def test_an_absurd_first_cap_opens_nothing() -> None:
     with pytest.raises(SettingsError):
         open_device("cpu", cap_bytes=-1)
-    assert current_cap() is None
     device = open_device("cpu", cap_bytes=None)
     assert device.reading().cap_bytes == device.reading().total_bytes
 

@@ -164,3 +164,11 @@ def test_tensors_and_modules_that_are_never_moved_are_notes_only(toys: Any, devi
     pipeline = ManagedPipeline({"net": net}, device=device)
     assert pipeline.component("net").spec.fixed_reason is None
     pipeline.detach()
+
+
+def test_running_statistics_in_training_mode_fix_a_component() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    (hazard,) = find_hazards({"net": module}, device=torch.device("cpu"))
+    assert hazard.fixes
+    assert "submodule '1' updates running statistics" in hazard.text
+    assert find_hazards({"net": module.eval()}, device=torch.device("cpu")) == ()

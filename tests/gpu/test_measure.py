@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -160,9 +161,59 @@ def test_any_other_exception_is_a_failed_warmup_that_carries_its_record(worker: 
     assert pickle.loads(pickle.dumps(caught.value)).fields["record"] == record
 
 
-def test_a_warmup_that_returns_nothing_has_failed(worker: Worker) -> None:
-    with pytest.raises(WarmupFailed, match="returned nothing"):
-        worker.measure(lambda: None)
+class Unreadable:
+    """An output that looks like a picture, and raises when it is read."""
+
+    mode, size = "RGB", (8, 8)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def tobytes(self) -> bytes:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [
+        (None, "returned nothing"),
+        (Unreadable(ValueError("closed file")), "returned an output that cannot be read (ValueError: closed file)"),
+    ],
+)
+def test_a_warmup_without_a_readable_output_has_failed_and_carries_its_record(
+    worker: Worker, output: object, problem: str
+) -> None:
+    def run() -> object:
+        worker.run()
+        return output
+
+    hooks = worker.pipeline.num_hooks
+    with pytest.raises(WarmupFailed, match=re.escape(problem)) as caught:
+        worker.measure(run)
+    record = caught.value.fields["record"]
+    assert isinstance(record, RequestRecord)
+    assert (record.succeeded, record.out_of_memory, record.output_digest) == (False, False, None)
+    assert record.error is not None and problem in record.error
+    assert record.phases[-1].key == "after:decoder"
+    assert pickle.loads(pickle.dumps(caught.value)).fields["record"] == record
+    assert worker.pipeline.num_hooks == hooks
+    assert worker.measure()[0].succeeded
+
+
+def test_an_output_that_does_not_fit_while_it_is_read_ran_out_of_memory(worker: Worker) -> None:
+    hooks = worker.pipeline.num_hooks
+    record, output = worker.measure(lambda: Unreadable(torch.OutOfMemoryError("CUDA out of memory")))
+    assert output is None
+    assert (record.succeeded, record.out_of_memory, record.output_digest) == (False, True, None)
+    assert worker.pipeline.num_hooks == hooks
+
+
+def test_an_interrupt_while_the_output_is_read_leaves_no_hooks(worker: Worker) -> None:
+    hooks = worker.pipeline.num_hooks
+    with pytest.raises(KeyboardInterrupt):
+        worker.measure(lambda: Unreadable(KeyboardInterrupt()))
+    assert worker.pipeline.num_hooks == hooks
+    assert worker.measure()[0].succeeded
 
 
 def test_errors_of_residency_and_interrupts_pass_through(worker: Worker, device: EmulatedDevice) -> None:

@@ -371,3 +371,15 @@ def test_an_interrupt_at_any_line_leaves_a_pipeline_that_serves(toys: Any, devic
         assert torch.equal(run(), expected)
     pipeline.detach()
     assert pipeline.num_hooks == pipeline.pinned_bytes == 0
+
+
+def test_a_weight_shared_with_a_pipeline_that_is_managed_already_is_refused() -> None:
+    device = EmulatedDevice(total_bytes=2**30)
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    second.weight = first.weight
+    pipeline = ManagedPipeline({"a": first}, device=device)
+    with pytest.raises(SettingsError, match="a weight of it"):
+        ManagedPipeline({"b": second}, device=device)
+    pipeline.detach()
+    ManagedPipeline({"b": second}, device=device).detach()
+    device.close()

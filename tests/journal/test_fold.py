@@ -12,7 +12,7 @@ import pytest
 from residency.errors import JournalCorrupt
 from residency.journal.events import Event, EventType
 from residency.journal.fold import fold, fold_stream
-from residency.journal.views import EpochView, OpenIntent, RoundView
+from residency.journal.views import EpochView, Move, OpenIntent, RoundView
 
 Add = Callable[..., Event]
 
@@ -129,6 +129,7 @@ def test_a_committed_round_folds_to_its_plan_and_outcome(log: Log) -> None:
         ended_at=110,
         first_position=2,
         last_position=11,
+        moves=tuple(Move(component=name, before={}, after={}, undo=False, result="applied") for name in ("c0", "c1")),
     )
     assert (log.epoch.state, log.epoch.placement, log.epoch.round) == ("committed", "p1", 1)
 
@@ -226,8 +227,10 @@ def test_recovery_closes_the_dead_epochs_round_and_leaves_its_state(log: Log) ->
     epoch = log.epoch
     assert epoch.recovered == {"by_epoch": "e2", "death": {"blames": "plan"}}
     assert epoch.ended and epoch.pid == 100
-    assert (log.round.state, log.round.open_intents, log.round.ended_at) == ("planned", (), log.events[-1].recorded_at)
-    assert alive_until < epoch.last_at < log.events[-1].recorded_at
+    # Not until the closing events, which a later start wrote: it may have come days afterwards.
+    assert (log.round.state, log.round.open_intents, log.round.ended_at) == ("planned", (), alive_until)
+    assert epoch.last_at == alive_until
+    assert [(move.result, move.leaves) for move in log.round.moves] == [("lost", None)]
 
 
 def test_epochs_of_a_stream_are_kept_apart_in_their_order(log: Log) -> None:
@@ -279,6 +282,26 @@ def test_serving_and_stopped_are_dated(log: Log) -> None:
     assert (log.epoch.serving_at, log.epoch.ended) == (20, False)
     log.add(EventType.STOPPED, 0, {"reason": "exit"})
     assert (log.epoch.serving_at, log.epoch.ended, log.epoch.last_at) == (20, True, 30)
+
+
+@pytest.mark.parametrize(
+    ("undo", "result", "leaves"),
+    [
+        (False, None, None),
+        (False, "applied", {"mode": "after"}),
+        (False, "failed", {"mode": "before"}),
+        (False, "lost", None),
+        (True, None, None),
+        (True, "undone", {"mode": "before"}),
+        (True, "failed", None),
+    ],
+)
+def test_a_move_leaves_a_component_where_its_outcome_says(
+    undo: bool, result: str | None, leaves: dict[str, str] | None
+) -> None:
+    move = Move(component="vae", before={"mode": "before"}, after={"mode": "after"}, undo=undo, result=result)
+
+    assert move.leaves == leaves
 
 
 def test_a_rollback_that_failed_leaves_the_machine_where_it_was(log: Log) -> None:

@@ -34,7 +34,8 @@ from residency.journal.store import Journal
 path, stream, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 journal = Journal.open(path)
 for number in range(count):
-    draft = Draft(type=EventType.MEASURED, round=1, payload={"number": number, "filler": "x" * 500}, blobs=(b"%d" % number,))
+    payload = {"number": number, "filler": "x" * 500}
+    draft = Draft(type=EventType.MEASURED, round=1, payload=payload, blobs=(b"%d" % number,))
     (event,) = journal.append([draft], stream=stream, epoch="e", witness=number % 3 == 0)
     print(event.stream_version, flush=True)
 """

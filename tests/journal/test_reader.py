@@ -117,6 +117,63 @@ def test_a_crashed_journal_is_read_with_its_wal_and_left_as_it_was(tmp_path: Pat
     assert after == before
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+
+
+def test_reading_a_closed_journal_leaves_no_file_beside_it(path: Path, drafts: Drafts) -> None:
+    with Journal.open(path) as journal:
+        journal.append(drafts(5), stream="worker", epoch="e")
+    before = contents(path.parent)
+
+    with JournalReader.open(path) as reader:
+        assert len(list(reader.events())) == 5
+        assert contents(path.parent) == before
+    assert contents(path.parent) == before
+    assert not {"journal.db-wal", "journal.db-shm"} & set(before)
+
+
+def test_reading_a_copy_of_a_journal_with_its_wal_alone_leaves_no_file_beside_it(
+    tmp_path: Path, path: Path, drafts: Drafts
+) -> None:
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    with Journal.open(path) as journal:
+        journal.append(drafts(5), stream="worker", epoch="e")
+        for suffix in ("", "-wal"):
+            shutil.copy(f"{path}{suffix}", copied / f"journal.db{suffix}")
+    before = contents(copied)
+
+    with JournalReader.open(copied / "journal.db") as reader:
+        assert len(list(reader.events())) == 5
+    assert contents(copied) == before
+
+
+WRITER = """
+import sys
+from residency.journal.events import Draft, EventType
+from residency.journal.store import Journal
+with Journal.open(sys.argv[1]) as journal:
+    journal.append([Draft(type=EventType.MEASURED, round=1)] * 600, stream="worker", epoch="e")
+    if sys.argv[2] == "crash":
+        import os
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "crash"])
+def test_a_reader_of_a_closed_journal_sees_what_another_process_writes_later(
+    end: str, path: Path, drafts: Drafts, finish: Callable[..., str]
+) -> None:
+    with Journal.open(path) as journal:
+        journal.append(drafts(2), stream="worker", epoch="e")
+    with JournalReader.open(path) as reader:
+        assert len(list(reader.events())) == 2
+        for number in (1, 2):
+            finish(WRITER, path, end)
+            assert len(list(reader.events())) == 2 + 600 * number
+
+
 def test_a_damaged_blob_is_not_handed_out(path: Path, tamper: Callable[..., None]) -> None:
     with Journal.open(path) as journal:
         journal.append([Draft(type=EventType.MEASURED, round=1, blobs=(b"content",))], stream="worker", epoch="e")

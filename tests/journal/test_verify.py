@@ -35,11 +35,28 @@ def test_an_untouched_journal_has_nothing_to_say(path: Path, write: Write) -> No
         assert verify(reader) == ()
 
 
-def test_a_missing_witness_is_a_note(path: Path, write: Write) -> None:
+@pytest.mark.parametrize(
+    "witnessed",
+    [
+        Draft(type=EventType.EFFECT_INTENT, round=1),
+        Draft(type=EventType.TRANSITION, round=1, to_state="committed"),
+        Draft(type=EventType.TRANSITION, round=1, to_state="rolled-back"),
+    ],
+    ids=lambda draft: draft.to_state or draft.type.value,
+)
+def test_a_missing_witness_is_a_note(witnessed: Draft, path: Path, write: Write) -> None:
     write(3)
+    with Journal.open(path) as journal:
+        journal.append([witnessed], stream="worker", epoch="e")
     with JournalReader.open(path) as reader:
         (note,) = verify(reader)
     assert note.kind is FindingKind.HEAD_MISSING and note.is_note
+
+
+def test_a_journal_that_never_had_a_witness_misses_none(path: Path, write: Write) -> None:
+    write(3)
+    with JournalReader.open(path) as reader:
+        assert verify(reader) == ()
 
 
 def test_a_witness_that_lags_is_no_finding(write: Write, findings: Findings) -> None:

@@ -125,7 +125,7 @@ def plan_payload() -> dict[str, Any]:
         "source": "calibration",
         "prediction": prediction,
         "inputs": inputs,
-        "bound_by": "memory phase use:transformer",
+        "bound_by": "device memory in phase 'use:transformer'",
         "next_cheapest": following,
         "alternatives": [alternative],
         "num_candidates": {"text_encoder": 3, "transformer": 9},
@@ -143,6 +143,8 @@ class Story:
     path: Path
     now_ns: int = START_NS
     journal: Journal = field(init=False)
+    # The intent without outcome of a story that ends with one.
+    in_doubt: str = ""
 
     def __post_init__(self) -> None:
         self.journal = Journal.open(self.path, clock_ns=self.tick)
@@ -186,9 +188,33 @@ class Story:
             epoch=epoch,
         )
 
-    def intend(self, number: int, *, stream: str = "worker", epoch: str = "epoch-1") -> str:
+    def restore(self, number: int, *, from_round: int, epoch: str) -> None:
+        """A round that has gone as far as planned: back to the placement of an earlier one."""
+        plan = {
+            "placement": PLANNED.digest, "previous": INITIAL.digest, "source": "journal", "from_round": from_round,
+        }  # fmt: skip
+        self.write(transition(number, "measuring", "planned", "plan", plan), epoch=epoch)
+
+    def recover(self, number: int, *, epoch: str, by_epoch: str, intent: str) -> None:
+        """What a later start writes about a life that died with one effect in doubt."""
+        lost = {"index": 0, "component": "transformer", "result": "lost", "error": None, "duration_ns": 0}
+        death = {
+            "blames": "plan",
+            "kind": "round",
+            "why": f"it died between the first effect and the commit, in round {number}, planned",
+            "placement": PLANNED.digest,
+            "fingerprint": "f",
+        }
+        payload = {"by_epoch": by_epoch, "round": number, "state": "planned", "in_doubt": 1, "death": death}
+        self.write(
+            Draft(type=EventType.EFFECT_OUTCOME, round=number, payload=lost, causation=intent),
+            Draft(type=EventType.RECOVERED, round=number, payload=payload),
+            epoch=epoch,
+        )
+
+    def intend(self, number: int, *, stream: str = "worker", epoch: str = "epoch-1", undo: bool = False) -> str:
         payload = msgspec.to_builtins(
-            {"index": 0, "component": "transformer", "before": OFFLOADED, "after": LAYERWISE, "undo": False}
+            {"index": 0, "component": "transformer", "before": OFFLOADED, "after": LAYERWISE, "undo": undo}
         )
         draft = Draft(type=EventType.EFFECT_INTENT, round=number, payload=payload)
         return self.write(draft, stream=stream, epoch=epoch)[0]
@@ -261,8 +287,37 @@ def crashed(committed: Story) -> Story:
     """The same, then a second epoch under another cap that died with an effect in doubt."""
     committed.start(epoch="epoch-2", fingerprint={"torch": "2.13.0", "cap_bytes": 500 * MIB})
     committed.plan(2, epoch="epoch-2")
-    committed.intend(2, epoch="epoch-2")
+    committed.in_doubt = committed.intend(2, epoch="epoch-2")
     return committed
+
+
+@pytest.fixture
+def died(crashed: Story) -> Callable[[], None]:
+    """Write what the next start, epoch-3, writes about the crashed one."""
+    return lambda: crashed.recover(2, epoch="epoch-2", by_epoch="epoch-3", intent=crashed.in_doubt)
+
+
+@pytest.fixture
+def settle(crashed: Story) -> Callable[..., None]:
+    """Write the outcome of the crashed epoch's effect, or of another intent of it."""
+
+    def call(result: str, *, intent: str | None = None) -> None:
+        payload = {"index": 0, "component": "transformer", "result": result, "error": None, "duration_ns": 5}
+        draft = Draft(type=EventType.EFFECT_OUTCOME, round=2, payload=payload, causation=intent or crashed.in_doubt)
+        crashed.write(draft, epoch="epoch-2")
+
+    return call
+
+
+@pytest.fixture
+def measured() -> Callable[..., None]:
+    """Write a validation request of a round."""
+
+    def call(story: Story, *, round_number: int, epoch: str) -> None:
+        payload = {"record": msgspec.to_builtins(record(RequestKind.VALIDATION, PLANNED))}
+        story.write(Draft(type=EventType.MEASURED, round=round_number, payload=payload), epoch=epoch)
+
+    return call
 
 
 DROPPED = ("RESIDENCY_", "SGLANG_", "NO_COLOR", "COLUMNS")
@@ -296,7 +351,7 @@ def run(tmp_path: Path, clean_environment: dict[str, str], monkeypatch: pytest.M
 def gate() -> Callable[..., None]:
     """Write the event of a gate: gate(story, reason=..., detail=...)."""
 
-    def call(story: Story, **payload: str) -> None:
-        story.write(Draft(type=EventType.GATED, round=0, payload=payload))
+    def call(story: Story, *, epoch: str = "epoch-1", **payload: str) -> None:
+        story.write(Draft(type=EventType.GATED, round=0, payload=payload), epoch=epoch)
 
     return call

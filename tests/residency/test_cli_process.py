@@ -144,11 +144,11 @@ def test_reading_changes_nothing_in_the_journal(crashed: Any, run: Callable[...,
     crashed.journal.close()
     before = {path.name: path.read_bytes() for path in crashed.path.parent.iterdir() if path.is_file()}
 
-    codes = [run(verb, "--journal", "journal.db").code for verb in READING]
+    codes = [run(*verb, "--journal", "journal.db").code for verb in (*((one,) for one in READING), ("show", "1"))]
 
-    assert codes == [0] * len(READING)
-    after = {path.name: path.read_bytes() for path in crashed.path.parent.iterdir() if path.is_file()}
-    assert {name: after[name] for name in before} == before
+    assert codes == [0] * len(codes)
+    # Not even a -wal or a -shm is made beside it.
+    assert {path.name: path.read_bytes() for path in crashed.path.parent.iterdir() if path.is_file()} == before
 
 
 def test_the_reader_of_a_pipe_may_go_away(committed: Any, clean_environment: dict[str, str]) -> None:
@@ -221,6 +221,26 @@ def test_no_color_takes_the_colour_away(committed: Any, clean_environment: dict[
     environment = {**clean_environment, "NO_COLOR": "1"}
 
     assert "\x1b" not in on_a_terminal(["rounds", "--journal", str(committed.path)], environment, columns=80)
+
+
+def test_no_verb_at_all_prints_the_help(run: Callable[..., Any]) -> None:
+    bare, asked = run(), run("--help")
+
+    assert (bare.code, bare.out, bare.err) == (0, asked.out, "")
+
+
+@pytest.mark.parametrize("missing", ["diffusers", "transformers"])
+def test_the_demo_says_in_one_line_which_package_is_missing(
+    missing: str, clean_environment: dict[str, str], tmp_path: Path
+) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from residency.cli import main; sys.exit(main(['demo']))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path, env=clean_environment
+    )
+
+    expected = f"error: the demo needs {missing}, which is not installed; pip install 'residency[diffusers]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 def test_help_names_every_verb_and_every_exit_code(run: Callable[..., Any]) -> None:

@@ -9,8 +9,9 @@ from residency.statemachine.diagram import mermaid
 
 # The names of an event's fields in JSON, which scripts rely on.
 EVENT_FIELDS = [
-    "position", "stream", "stream_version", "event_id", "epoch", "round", "rank", "type", "schema_version", "from_state",
-    "to_state", "trigger", "recorded_at", "boot_id", "pid", "causation", "payload", "previous_hash", "hash",
+    "position", "stream", "stream_version", "event_id", "epoch", "round", "rank", "type", "schema_version",
+    "from_state", "to_state", "trigger", "recorded_at", "boot_id", "pid", "causation", "payload", "previous_hash",
+    "hash",
 ]  # fmt: skip
 
 
@@ -67,9 +68,23 @@ def test_rounds_lists_the_newest_first(crashed: Any, run: Callable[..., Any]) ->
 
     assert lines[0].split()[:2] == ["ROUND", "STATE"]
     assert lines[1].split()[:3] == ["2", "planned", "calibration"]
-    assert "1 (1 in doubt)" in lines[1] and "in flight" in lines[1]
+    assert "1 (1 in doubt)" in lines[1] and "in flight or died" in lines[1]
     assert lines[2].split()[:3] == ["1", "committed", "calibration"]
     assert lines[2].endswith("faster: 2.50 s to 1.90 s")
+
+
+def test_rounds_says_who_died_of_what_and_not_how_long_the_next_start_took_to_come(
+    crashed: Any, died: Callable[[], None], run: Callable[..., Any]
+) -> None:
+    crashed.now_ns += 3600 * 10**9
+    died()
+
+    line = run("rounds", "--journal", "journal.db").out.splitlines()[1]
+    (second, first) = run("rounds", "--json", "--journal", "journal.db").json()
+
+    assert "2.00 s" in line and "in flight" not in line
+    assert line.endswith("died: blames plan: it died between the first effect and the commit, in round 2, planned")
+    assert (second["death"]["blames"], first["death"]) == ("plan", None)
 
 
 def test_rounds_in_json_keeps_outcomes_and_leaves_the_inputs_of_plans_out(
@@ -98,7 +113,7 @@ def test_show_in_json_is_one_object_with_events(committed: Any, run: Callable[..
     (shown,) = run("show", "1", "--json", "--journal", "journal.db").json()
 
     assert [event["position"] for event in shown["events"]] == list(range(2, 10))
-    assert shown["plan"]["bound_by"] == "memory phase use:transformer"
+    assert shown["plan"]["bound_by"] == "device memory in phase 'use:transformer'"
 
 
 @pytest.mark.parametrize("verb", ["show", "explain"])
@@ -123,9 +138,12 @@ def test_placement_shows_where_every_component_lives(committed: Any, run: Callab
     ("at", "transformer", "position"),
     [
         ("1", "component-offload", 1),
-        ("7", "component-offload", 7),
+        ("3", "component-offload", 3),
+        ("4", "component-offload", 4),
+        ("5", "layerwise-offload", 5),
+        ("7", "layerwise-offload", 7),
         ("8", "layerwise-offload", 8),
-        ("2026-11-30T12:00:07.999Z", "component-offload", 7),
+        ("2026-11-30T12:00:04.999Z", "component-offload", 4),
         ("2026-11-30T12:00:08Z", "layerwise-offload", 8),
         ("now", "layerwise-offload", 9),
     ],
@@ -142,8 +160,60 @@ def test_placement_can_be_asked_for_any_moment(
 def test_placement_warns_while_a_round_moves_weights(crashed: Any, run: Callable[..., Any]) -> None:
     done = run("placement", "--json", "--journal", "journal.db")
 
-    assert done.json()[0]["moving"] is True
-    assert done.err == "round 2 was in flight: its effects may have changed this\n"
+    (shown,) = done.json()
+    assert (shown["moving"], shown["in_doubt"], shown["ended"]) == (True, ["transformer"], False)
+    assert done.err == ("round 2 had moved weights and had not settled: this is what the journal knows of the device\n")
+
+
+@pytest.mark.parametrize(
+    ("position", "transformer", "in_doubt"),
+    [
+        ("4", "in doubt: component-offload (pinned) or layerwise-offload", True),
+        ("5", "moved it, from component-offload (pinned)", False),
+        ("7", "moved it, from component-offload (pinned)", False),
+    ],
+)
+def test_placement_in_mid_round_says_what_was_on_the_device(
+    position: str, transformer: str, in_doubt: bool, committed: Any, run: Callable[..., Any]
+) -> None:
+    lines = run("placement", "--at", position, "--journal", "journal.db").out.splitlines()
+    (shown,) = run("placement", "--at", position, "--json", "--journal", "journal.db").json()
+
+    assert lines[0].startswith("before it: placement ") and lines[0].endswith("in round 1 of worker")
+    assert lines[1].endswith("THE ROUND")
+    assert "has not touched it" in lines[2]
+    assert transformer in lines[3]
+    assert shown["in_doubt"] == (["transformer"] if in_doubt else [])
+
+
+def test_an_effect_that_was_taken_back_is_shown_as_before_it(
+    crashed: Any, settle: Callable[..., None], run: Callable[..., Any]
+) -> None:
+    settle("applied")
+    applied = run("placement", "--json", "--journal", "journal.db").json()[0]
+    undo = crashed.intend(2, epoch="epoch-2", undo=True)
+    undoing = run("placement", "--json", "--journal", "journal.db").json()[0]
+    settle("undone", intent=undo)
+    undone = run("placement", "--json", "--journal", "journal.db").json()[0]
+
+    modes = [one["components"]["transformer"]["mode"] for one in (applied, undoing, undone)]
+    assert modes == ["layerwise-offload", "layerwise-offload", "component-offload"]
+    assert [one["in_doubt"] for one in (applied, undoing, undone)] == [[], ["transformer"], []]
+
+
+def test_placement_after_a_recovery_is_in_doubt_until_the_next_life_begins(
+    crashed: Any, died: Callable[[], None], run: Callable[..., Any]
+) -> None:
+    died()
+    position = run("log", "--json", "--journal", "journal.db").json()[-1]["position"]
+    crashed.start(epoch="epoch-3")
+
+    recovered = run("placement", "--at", str(position), "--journal", "journal.db")
+    now = run("placement", "--journal", "journal.db")
+
+    assert "in doubt" in recovered.out and "the effect's outcome is lost" in recovered.out
+    assert "epoch epoch-2 was over by then" in recovered.err
+    assert (now.err, "in doubt" in now.out) == ("", False)
 
 
 def test_placement_before_the_first_event_is_a_finding(committed: Any, run: Callable[..., Any]) -> None:
@@ -169,8 +239,9 @@ def test_a_position_outside_the_journal_is_a_usage_error(
         "probe     128x96, 6 steps",
         "device memory: cap 400.00 MiB, reserves times 2 after a death",
         "vae stays as configured: configured by the user",
-        "predicted: 1.90 s a request (1.70 s of compute and 200.0 ms of transfers)",
-        "bound by: memory phase use:transformer",
+        "planned for 128x96, 6 steps",
+        "predicted: 1.90 s a request of 6 steps (1.70 s of compute and 200.0 ms of transfers)",
+        "a faster placement would not fit in phase 'use:transformer'",
         "next cheapest change: 30.00 MiB more would allow text_encoder resident: -170.0 ms a request (estimated;",
         "runner-up",
         "verdict: faster: 2.50 s to 1.90 s",
@@ -186,7 +257,7 @@ def test_explain_says_what_differed_in_the_fingerprint(crashed: Any, run: Callab
     done = run("explain", "2", "--journal", "journal.db")
     (plain,) = run("explain", "2", "--json", "--journal", "journal.db").json()
 
-    assert "the worker had changed since the epoch before: cap_bytes was 419430400, is 524288000" in done.out
+    assert "the worker had changed since the epoch before: cap_bytes was 400.00 MiB, is 500.00 MiB" in done.out
     assert plain["fingerprint_differences"] == [{"part": "cap_bytes", "before": 419430400, "now": 524288000}]
     assert plain["plan"]["inputs"]["cap_bytes"] == 419430400
 
@@ -198,6 +269,72 @@ def test_explain_without_a_plan_names_the_gate(story: Any, run: Callable[..., An
     done = run("explain", "--journal", "journal.db")
 
     assert (done.code, done.err) == (1, "no plan was made: warmup-failed the warmup raised ValueError\n")
+
+
+def test_explain_lists_the_requests_that_validated(
+    crashed: Any, measured: Callable[..., None], run: Callable[..., Any]
+) -> None:
+    measured(crashed, round_number=2, epoch="epoch-2")
+
+    done = run("explain", "2", "--journal", "journal.db")
+    (plain,) = run("explain", "2", "--json", "--journal", "journal.db").json()
+
+    assert [line.split()[0] for line in done.out.splitlines() if " 128x96, 6 steps  " in line] == [
+        "probe",
+        "validation",
+    ]
+    assert [record["kind"] for record in plain["other_records"]] == ["validation"]
+
+
+def test_explain_puts_the_gate_of_the_latest_start_before_the_newest_plan(
+    committed: Any, run: Callable[..., Any], gate: Callable[..., None]
+) -> None:
+    committed.start(epoch="epoch-2")
+    gate(committed, epoch="epoch-2", reason="warmup-failed", detail="the warmup raised ValueError")
+
+    lines = run("explain", "--journal", "journal.db").out.splitlines()
+    (plain,) = run("explain", "--json", "--journal", "journal.db").json()
+
+    assert lines[0] == "the latest start made no plan: warmup-failed the warmup raised ValueError"
+    assert lines[2].startswith("round 1 is committed")
+    assert plain["latest_start"] == lines[:1]
+
+
+def test_explain_says_that_the_next_start_decides_about_a_round_in_flight(
+    crashed: Any, run: Callable[..., Any]
+) -> None:
+    done = run("explain", "--journal", "journal.db")
+
+    assert "it is in flight, or its worker died in it: then the next start decides" in done.out
+    assert "residency replay --dry-run" in done.out
+
+
+def test_explain_says_whom_the_recovery_blames_for_a_death(
+    crashed: Any, died: Callable[[], None], run: Callable[..., Any]
+) -> None:
+    died()
+    crashed.start(epoch="epoch-3")
+
+    lines = run("explain", "--journal", "journal.db").out.splitlines()
+
+    why = "it died between the first effect and the commit, in round 2, planned"
+    assert lines[0] == f"the latest start found epoch epoch-2 dead: blames plan: {why}"
+    assert lines[1].startswith("the latest start made no plan: it is measuring, or it died")
+    assert f"its worker died in it: the recovery blames plan: {why}" in lines
+    assert f"verdict: died: blames plan: {why}" in lines
+
+
+def test_explain_says_that_a_restored_placement_was_not_measured_and_that_nothing_had_changed(
+    crashed: Any, run: Callable[..., Any]
+) -> None:
+    # Back under the fingerprint of round 1, after a life under another one.
+    crashed.start(epoch="epoch-3")
+    crashed.restore(3, from_round=1, epoch="epoch-3")
+
+    shown = run("explain", "3", "--journal", "journal.db").out
+
+    assert "restored: the last committed placement of round 1, under the same fingerprint" in shown
+    assert "the worker had changed" not in shown
 
 
 def test_replay_folds_every_epoch(crashed: Any, run: Callable[..., Any]) -> None:

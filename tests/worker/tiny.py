@@ -109,7 +109,7 @@ class Worker:
             "warmup": pipeline.request,
             "name": "tiny",
             "device": self.device,
-            "identity": {"weights": "seed 0"},
+            "identity": dict.fromkeys(pipeline.modules, "seed 0"),
             "policy": POLICY,
         }
         manager = residency.attach(pipeline.modules, **{**defaults, **options})
