@@ -42,7 +42,7 @@ def placement(*, journal: str | None, stream: str | None, as_json: bool, at: str
     if epoch.moving:
         say(f"round {epoch.round} had moved weights and had not settled: this is what the journal knows of the device")
     if epoch.ended:
-        say(f"epoch {epoch.epoch} was over by then, and nothing of it on the device: this is what it held last")
+        say(f"epoch {epoch.epoch} was over by then, with nothing of it left on the device: this is what it held last")
     if as_json:
         facts = {"stream": view.stream, "epoch": epoch.epoch, "round": epoch.round, "state": epoch.state}
         where = {"position": view.last_position, "digest": epoch.placement, "moving": epoch.moving}

@@ -72,7 +72,8 @@ class WorkloadError(SettingsError):
 
     def __init__(self, *, field: str, value: object) -> None:
         super().__init__(
-            f"workload {field} is {value!r}; give width, height, frames, steps and batch as whole numbers of at least 1",
+            f"workload {field} is {value!r}; "
+            "give width, height, frames, steps and batch as whole numbers of at least 1",
             field=field,
             value=repr(value),
         )
@@ -233,7 +234,7 @@ class PlacementInfeasible(ResidencyError):
 
 
 def describe(error: BaseException) -> str:
-    """Return 'Type: message' in one line of at most 500 characters; never raises, whatever the exception's own text does."""
+    """Return 'Type: message' in one line of at most 500 characters; never raises, whatever the exception does."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - a user's exception may do anything

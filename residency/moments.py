@@ -32,7 +32,8 @@ def parse_moment(text: str, *, now_ns: int, name: str) -> int:
         moment = datetime.fromisoformat(whole)
     except ValueError:
         raise SettingsError(
-            f"{name} is {text!r}; write an RFC 3339 time such as 2026-11-30T15:00:00Z, or how long ago, such as '2h ago'",
+            f"{name} is {text!r}; "
+            "write an RFC 3339 time such as 2026-11-30T15:00:00Z, or how long ago, such as '2h ago'",
             name=name,
             value=text,
         ) from None

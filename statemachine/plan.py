@@ -21,8 +21,8 @@ class PlanInputs:
     configured: component -> why it is never touched. current: the placement in force. records: what was measured,
     under `current`, `initial` or one of `placements`. noise_ns: durations closer than that count as equal, within the
     policy's bound. excluded: digests never to choose, except of the current and the initial placement.
-    reserve_factor: multiplies every reserve. host.pin_budget_bytes is what all pinned host copies together may take, present ones included.
-    Raises ValueError if a name or digest leads nowhere.
+    reserve_factor: multiplies every reserve. host.pin_budget_bytes is what all pinned host copies together may take,
+    present ones included. Raises ValueError if a name or digest leads nowhere.
     """
 
     specs: tuple[ComponentSpec, ...]

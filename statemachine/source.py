@@ -55,8 +55,9 @@ class Source:
 class RoundResult:
     """How a round ended.
 
-    source: where its plan came from. state: where the machine is now. reason: one line for people. kept: the plan was the placement in force.
-    target: digest of its plan's placement, None before there was one. pinned: the kill switch ended it. error: what went wrong, None if nothing did.
+    source: where its plan came from. state: where the machine is now. reason: one line for people. target: digest of
+    its plan's placement, None before there was one. kept: the plan was the placement in force. pinned: the kill
+    switch ended it. error: what went wrong, None if nothing did.
     """
 
     number: int

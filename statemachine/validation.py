@@ -81,7 +81,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def steady_output(records: Sequence[RequestRecord]) -> str | None:
-    """Return the digest that all these requests gave, at least two of them; one output cannot tell change from chance."""
+    """Return the digest that all these requests gave, at least two: one output cannot tell change from chance."""
     digests = [record.output_digest for record in records if record.succeeded]
     return digests[0] if len(digests) > 1 and len(set(digests)) == 1 else None
 

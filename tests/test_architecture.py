@@ -30,7 +30,8 @@ VALUE_MODULES = {
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
-# (file, what it imports inside a function): each would make a verb or a bare import pay for torch, or must be silenced first.
+# (file, what it imports inside a function): each would make a verb or a bare import pay for torch, or must be
+# silenced first.
 DEFERRED = {
     ("residency/__init__.py", "importlib"),
     ("residency/cli_host.py", "residency.demo"),
