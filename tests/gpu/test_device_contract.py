@@ -128,7 +128,8 @@ def test_a_cap_can_be_raised_again(device: Device) -> None:
 
 def test_the_reading_tells_the_cap_in_force(device: Device) -> None:
     total_bytes = device.reading().total_bytes
-    assert device.reading().cap_bytes == total_bytes
+    # What others hold of a real device is not in the cap; the emulated one is all ours.
+    assert 0.9 * total_bytes < device.reading().cap_bytes <= total_bytes
     device.limit(total_bytes // 2)
     assert device.reading().cap_bytes == total_bytes // 2
 
