@@ -94,7 +94,7 @@ class Device(Protocol):
         ...
 
     def guard(self) -> None:
-        """Let kernels on host weights fail on this thread outside `running`, too. Nothing to do on CUDA."""
+        """Let kernels on host weights fail on this thread, and on later ones, outside `running`. No-op on CUDA."""
         ...
 
     def moving(self) -> AbstractContextManager[None]:

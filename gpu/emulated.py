@@ -14,6 +14,7 @@ from residency.gpu.kernels import KernelGuard
 from residency.gpu.ledger import StorageLedger
 from residency.gpu.limits import check_cap, check_same_size
 from residency.gpu.records import DeviceReading, LinkReading
+from residency.gpu.threads import forget, guard_new_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -201,15 +202,17 @@ class EmulatedDevice:
                 guard.moving_depth -= 1
 
     def guard(self) -> None:
-        """Let kernels on host weights fail on this thread outside `running`, too. A second call is a no-op.
+        """Let kernels on host weights fail on this thread, and on those started later, outside `running`, too.
 
-        Nothing is counted outside `running`, so that a pipeline can be loaded on a guarded thread.
+        A second call is a no-op. Nothing is counted outside `running`, so that a pipeline can be loaded on a guarded
+        thread.
         """
         guard = self._guard_of_thread()
         if not guard.permanent and not self._ledger.closed:
             if not guard.running_depth:
                 guard.enter()
             guard.permanent = True
+            guard_new_threads(self)
 
     def pin(self, storage: torch.UntypedStorage) -> bool:
         """Count a host storage as page-locked and keep it alive; False beyond `pin_limit_bytes`. Idempotent."""
@@ -247,6 +250,7 @@ class EmulatedDevice:
     def close(self) -> None:
         """Stop checking and counting, on every thread. A second call is a no-op."""
         self._ledger.close()
+        forget(self)
         with self._lock:
             self._pinned.clear()
             self._pinned_bytes = 0

@@ -339,3 +339,33 @@ def test_an_operator_costs_microseconds(device: EmulatedDevice) -> None:
             best_us = min(best_us, (time.perf_counter() - started) * 1e4)
     # About 20 on an idle machine, and the operator's own 4; the bound only catches a change of its order.
     assert best_us < 200
+
+
+def test_threads_started_after_the_guard_refuse_host_weights_too() -> None:
+    device = EmulatedDevice(total_bytes=2**30)
+    weight = torch.ones(4, 4)
+    caught: list[str] = []
+
+    def use() -> None:
+        try:
+            torch.nn.functional.linear(torch.ones(1, 4), weight)
+            caught.append("computed")
+        except RuntimeError as error:
+            caught.append(str(error)[:20])
+
+    def on_a_thread() -> None:
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+
+    before = threading.getprofile()
+    device.claim_host(weight.untyped_storage())
+    device.guard()
+    on_a_thread()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(use).result()
+    device.unclaim_host(weight.untyped_storage())
+    on_a_thread()
+    device.close()
+    assert caught == ["Expected all tensors", "Expected all tensors", "computed"]
+    assert threading.getprofile() is before
