@@ -31,6 +31,7 @@ class ModelledClock:
     def __init__(self, speeds: ModelledSpeeds) -> None:
         self.speeds = speeds
         self._now_ns = 0
+        self._link_free_ns = 0
         self._lock = threading.Lock()
 
     def now_ns(self) -> int:
@@ -44,6 +45,19 @@ class ModelledClock:
             self._now_ns += duration_ns
 
     def add_copy(self, num_bytes: int, *, bytes_per_s: int) -> None:
-        """Let the time of a copy over the link pass."""
+        """Let the time of a copy over the link pass, behind those that are queued."""
         with self._lock:
-            self._now_ns += num_bytes * NS_PER_S // bytes_per_s
+            self._now_ns = max(self._now_ns, self._link_free_ns) + num_bytes * NS_PER_S // bytes_per_s
+            self._link_free_ns = self._now_ns
+
+    def queue_copy(self, num_bytes: int, *, bytes_per_s: int, after_ns: int) -> int:
+        """Queue a copy behind those on the link, beginning no sooner than now and `after_ns`; returns when it ends."""
+        with self._lock:
+            start_ns = max(self._now_ns, self._link_free_ns, after_ns)
+            self._link_free_ns = start_ns + num_bytes * NS_PER_S // bytes_per_s
+            return self._link_free_ns
+
+    def wait_until(self, time_ns: int) -> None:
+        """Let time pass until a point, if that is still to come."""
+        with self._lock:
+            self._now_ns = max(self._now_ns, time_ns)

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from residency.errors import ModeUnavailable, PipelineBusy
-from residency.gpu.hooks import Call, MethodHook, attempt_all
+from residency.errors import CaptureRefused, ModeUnavailable, PipelineBusy
+from residency.gpu.hooks import Call, attempt_all
 from residency.gpu.inventory import named_weights, storage_bytes, weights_digest
 from residency.gpu.layers import find_layer_groups, modules_outside
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
-from residency.gpu.specs import ComponentSpec, LayerGroupSpec
+from residency.gpu.specs import ComponentSpec, LayerGroupSpec, window_of
 from residency.gpu.storage import HostStore
+from residency.gpu.streaming import Layer, Streamer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from residency.gpu.device import Device
+    from residency.gpu.streaming import LayerObserver
 
 # What may be called on a component beside `forward`; calling one counts as use.
 ENTRY_POINTS = (
@@ -36,53 +38,31 @@ ENTRY_POINTS = (
 )
 
 
-class _Layer:
-    """One layer of a group: its store, and who is inside it right now."""
-
-    def __init__(self, module: nn.Module, device: Device) -> None:
-        self.module = module
-        self.store = HostStore(lambda: module.modules(), device)
-        self.users: set[Call] = set()
-        self.is_streamed = False
-        self.num_uses = 0
-        self.is_counting = False
-        self.hook = MethodHook(module, "forward", before=self._enter, after=self._leave)
-
-    def sync_hook(self) -> None:
-        """Have the hook exactly while it is needed."""
-        if self.is_streamed or self.is_counting:
-            self.hook.install()
-        else:
-            self.hook.remove()
-
-    def _enter(self, call: Call) -> None:
-        if not self.users:
-            self.num_uses += 1
-        self.users.add(call)
-        if self.is_streamed and not self.store.on_device:
-            self.store.onload()
-
-    def _leave(self, call: Call) -> None:
-        self.users.discard(call)
-        if self.is_streamed and not self.users:
-            self.store.offload()
-
-
 class ManagedComponent:
     """A module whose weights residency places. One with a `fixed_reason` is only described, never touched."""
 
-    def __init__(self, name: str, module: nn.Module, device: Device, *, fixed_reason: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        device: Device,
+        *,
+        streamer: Streamer | None = None,
+        fixed_reason: str | None = None,
+    ) -> None:
         self.name, self.module, self._device, self.fixed_reason = name, module, device, fixed_reason
+        self._streamer = streamer or Streamer(device)
         self.users: set[Call] = set()
         self.entry_points = tuple(point for point in ENTRY_POINTS if _is_method(module, point))
-        self._groups: dict[str, tuple[_Layer, ...]] = {}
+        self._groups: dict[str, tuple[Layer, ...]] = {}
         self.placement = RESIDENT
         self._is_settled = True
+        self._is_captured = False
         if fixed_reason is not None:
             return
         groups = find_layer_groups(module)
         for group, layers in groups.items():
-            self._groups[group] = tuple(_Layer(layer, device) for layer in layers)
+            self._groups[group] = tuple(Layer(layer, self._streamer) for layer in layers)
         inner = [layer for layers in groups.values() for layer in layers]
         self._outside = HostStore(lambda: modules_outside(module, inner), device)
         self.was_on_device = all(store.on_device or not store.num_bytes for store in self._stores())
@@ -102,10 +82,7 @@ class ManagedComponent:
             name=self.name,
             class_name=type(self.module).__name__,
             total_bytes=_fixed_bytes(self.module) if fixed else sum(store.num_bytes for store in self._stores()),
-            groups=tuple(
-                LayerGroupSpec(name=name, layer_bytes=tuple(layer.store.num_bytes for layer in layers))
-                for name, layers in self._groups.items()
-            ),
+            groups=self._group_specs(),
             modes=tuple(modes),
             fixed_reason=self.fixed_reason,
             weights_digest=weights_digest(self.module),
@@ -115,7 +92,12 @@ class ManagedComponent:
     @property
     def num_hooks(self) -> int:
         """Layer hooks installed now."""
-        return sum(layer.hook.is_installed for layer in self._layers())
+        return sum(layer.is_hooked for layer in self._layers())
+
+    @property
+    def window_bytes(self) -> int:
+        """How large a window its placement asks for."""
+        return window_of(self._group_specs(), self.placement)
 
     @property
     def host_bytes(self) -> int:
@@ -145,6 +127,7 @@ class ManagedComponent:
         if self.fixed_reason is not None or (target == self.placement and self._is_settled):
             return
         self._is_settled = False  # If going back fails, too, the same call may be made again.
+        self._streamer.release()
         try:
             self._settle(target)
             self.placement = target
@@ -168,12 +151,24 @@ class ManagedComponent:
         """
         if self.fixed_reason is not None or self.users:
             return
-        steps: list[Callable[[], None]] = [store.offload for store in self._away() if not store.is_idle]
-        if steps and self.placement.mode is Mode.COMPONENT_OFFLOAD:
+        whole = self.placement.mode is Mode.COMPONENT_OFFLOAD
+        # Layers that have a room in the window come and go by what is used next; only strays are sent away here.
+        stores = self._stores() if whole else [one.store for one in self._layers() if one.is_stray]
+        steps: list[Callable[[], None]] = [store.offload for store in stores if not store.is_idle]
+        if steps and whole:
             # What others allocate must not be cut out of these blocks: a piece that outlives the request would keep
             # the next load from finding room under the cap.
             steps.append(self._device.empty_cache)
         attempt_all(steps)
+
+    def note_capture(self) -> None:
+        """Book that its work is being captured into a CUDA graph: its weights stay where they are from now on.
+
+        Raises CaptureRefused, before anything is captured, if they come and go.
+        """
+        if self.fixed_reason is None and self.placement.mode is not Mode.RESIDENT:
+            raise CaptureRefused(component=self.name)
+        self._is_captured = True
 
     def release_host(self) -> None:
         """Give up the host copies of weights that stay on the device under this placement."""
@@ -192,29 +187,37 @@ class ManagedComponent:
                 store.let_go()
 
     @contextmanager
-    def counting_layers(self) -> Iterator[dict[str, tuple[_Layer, ...]]]:
-        """Count the uses of every layer while inside; what is yielded has them per group as `num_uses`."""
+    def observing_layers(self, observer: LayerObserver) -> Iterator[dict[str, tuple[Layer, ...]]]:
+        """Have an observer told about uses of its layers while inside; yields them by group."""
         try:
             for layer in self._layers():
-                layer.num_uses, layer.is_counting = 0, True
+                layer.observer = observer
                 layer.sync_hook()
-            yield self._groups
+            yield dict(self._groups)
         finally:
             for layer in self._layers():
-                layer.is_counting = False
+                layer.observer = None
+                layer.sync_hook()
+
+    def sync_hooks(self) -> None:
+        """Follow layers that were compiled, or compiled anew, since. Cheap if none was."""
+        for layer in self._layers():
+            if layer.is_streamed:
                 layer.sync_hook()
 
     def _problem(self, target: ComponentPlacement) -> str | None:
         if self.fixed_reason is not None:
             return None if target == self.placement else self.fixed_reason
-        if target.tier is HostTier.MAPPED:
-            return "host copies that stay in the checkpoint file are not supported"
+        if self._is_captured and target != self.placement:
+            return "it was captured into a CUDA graph, whose replays read its weights where they are"
+        if target.tier is HostTier.MAPPED and not all(store.is_file_backed for store in self._away(target)):
+            return "its weights are not, or not any more, in a mapped file, as those of safetensors' load_file are"
         if target.mode is Mode.LAYERWISE_OFFLOAD and not self._groups:
             return "it has no repeated layers that could be streamed"
-        for group, indices in target.resident_layers.items():
+        for group, indices in [*target.resident_layers.items(), *target.held_layers.items()]:
             layers = self._groups.get(group, ())
             if any(index not in range(len(layers)) for index in indices):
-                return f"layer group {group!r} has {len(layers)} layers, resident ones are given as {indices!r}"
+                return f"layer group {group!r} has {len(layers)} layers, resident or held ones are given as {indices!r}"
         return None
 
     def _settle(self, target: ComponentPlacement) -> None:
@@ -233,9 +236,11 @@ class ManagedComponent:
         for store in staying:
             store.onload()
         streamed = ids if target.mode is Mode.LAYERWISE_OFFLOAD else set()
-        for layer in self._layers():
-            layer.is_streamed = id(layer.store) in streamed
-            layer.sync_hook()
+        for group, layers in self._groups.items():
+            held = target.held_layers.get(group, ())
+            for index, layer in enumerate(layers):
+                layer.is_streamed, layer.is_held = id(layer.store) in streamed, index in held
+                layer.sync_hook()
 
     def _away(self, placement: ComponentPlacement | None = None) -> list[HostStore]:
         """Return the stores that are on the host between uses."""
@@ -251,7 +256,17 @@ class ManagedComponent:
             if index not in placement.resident_layers.get(group, ())
         ]
 
-    def _layers(self) -> list[_Layer]:
+    def _group_specs(self) -> tuple[LayerGroupSpec, ...]:
+        return tuple(
+            LayerGroupSpec(
+                name=name,
+                layer_bytes=tuple(layer.store.num_bytes for layer in layers),
+                packed_bytes=tuple(layer.store.packed_bytes for layer in layers),
+            )
+            for name, layers in self._groups.items()
+        )
+
+    def _layers(self) -> list[Layer]:
         return [layer for layers in self._groups.values() for layer in layers]
 
     def _stores(self) -> list[HostStore]:

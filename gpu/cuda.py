@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
-import statistics
 import threading
 import time
 from contextlib import contextmanager, nullcontext
@@ -13,26 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, SupportsInt, cast
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
+from residency.gpu.cells import aligned, storage_of_part
+from residency.gpu.cuda_link import time_link
 from residency.gpu.device import MemoryReading
 from residency.gpu.host_memory import allocate
 from residency.gpu.limits import check_cap, check_same_size
 from residency.gpu.records import DeviceReading, LinkReading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
+
+    from residency.gpu.device import Mark
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
 # One registration of 512 GiB or more fails on some drivers, and a copy across two registrations is refused by all.
 PIN_BYTES_MAX = 64 * 2**30
-ALIGNMENT_BYTES = 512  # what the allocator itself gives; kernels with vector loads count on it
-LINK_COPY_BYTES = 256 * 2**20  # Long enough that the launch of a copy does not count.
-LINK_COPY_BYTES_MIN = 2**20
-LINK_COPIES = 3
 DRAIN_ATTEMPTS_MAX = 3
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -44,6 +43,21 @@ class _CudaRuntime(Protocol):
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> SupportsInt: ...
 
     def cudaHostUnregister(self, address: int) -> SupportsInt: ...
+
+
+_mark_numbers = itertools.count()
+
+
+class EventMark:
+    """A CUDA event, recorded where a stream's work ended then."""
+
+    __slots__ = ("event", "order", "queue")
+
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool) -> None:
+        self.event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+        self.queue = int(stream.cuda_stream)
+        self.order = next(_mark_numbers)
 
 
 class CudaDevice:
@@ -69,6 +83,7 @@ class CudaDevice:
         self._to_host_bytes = 0
         self._link_lock = threading.Lock()
         self._link: LinkReading | None = None
+        self._copy_stream: torch.cuda.Stream | None = None  # One for everything that is copied ahead.
         if cap_bytes is not None:
             self.limit(cap_bytes)
 
@@ -145,18 +160,70 @@ class CudaDevice:
         Ordering and lifetime of sources as in `upload`. Raises torch.OutOfMemoryError; nothing is kept then.
         """
         sizes = [source.nbytes() for source, _ in sources]
-        starts = [0, *accumulate(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for nbytes in sizes)]
+        starts = [0, *accumulate(aligned(nbytes) for nbytes in sizes)]
         copies = []
         with self.moving(), torch.cuda.device(self._device):
-            block = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+            block = self.allocate(starts[-1])
             for (source, pinned), start, nbytes in zip(sources, starts, sizes, strict=False):
-                part = block[start : start + nbytes]
-                part.copy_(_as_bytes(source), non_blocking=pinned)
-                # Through DLPack every part gets a storage of its own, of its exact size, which keeps the block alive.
-                copies.append(from_dlpack(part).untyped_storage() if nbytes else block.new_empty(0).untyped_storage())
+                block[start : start + nbytes].copy_(_as_bytes(source), non_blocking=pinned)
+                copies.append(self.part(block, start, nbytes))
         with self._lock:
             self._to_device_bytes += sum(sizes)
         return copies
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return a block of torch's allocator, uint8 of shape (nbytes,). Raises torch.OutOfMemoryError."""
+        with self.moving():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def part(self, block: torch.Tensor, start: int, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage of its own over a part of a block, which it keeps alive."""
+        with self.moving():
+            if not nbytes:
+                return block.new_empty(0).untyped_storage()
+            # Through DLPack every part gets a storage of its own, of its exact size.
+            return storage_of_part(block[start : start + nbytes])
+
+    def mark(self, *, timed: bool = False) -> EventMark:
+        """Record a CUDA event on the caller's current stream."""
+        return EventMark(torch.cuda.current_stream(self._device.index), timed=timed)
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let the caller's current stream wait for a CUDA event; the host does not wait."""
+        assert isinstance(mark, EventMark)
+        torch.cuda.current_stream(self._device.index).wait_event(mark.event)
+
+    def copy_ahead(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]], *, after: Iterable[Mark]
+    ) -> EventMark:
+        """Queue copies on the one copy stream, after CUDA events of the streams that compute.
+
+        From pageable memory it blocks until the copies have ended.
+        """
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream, num_bytes = self._copy_stream, 0
+        with self.moving(), torch.cuda.stream(stream):
+            for mark in after:
+                assert isinstance(mark, EventMark)
+                stream.wait_event(mark.event)
+            for target, source, pinned in copies:
+                target.copy_(source, non_blocking=pinned)
+                num_bytes += source.numel()
+            end = EventMark(stream, timed=False)
+        with self._lock:
+            self._to_device_bytes += num_bytes
+        return end
+
+    def elapsed_ns(self, start: Mark, end: Mark) -> int:
+        """Return the time between two timed CUDA events in ns, after `synchronize`."""
+        assert isinstance(start, EventMark) and isinstance(end, EventMark)
+        elapsed_ms = float(start.event.elapsed_time(end.event))
+        return round(elapsed_ms * 1e6)
+
+    def is_capturing(self) -> bool:
+        """Whether the caller's current stream is being captured into a CUDA graph. Read-only."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def download(
         self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
@@ -168,7 +235,9 @@ class CudaDevice:
         nbytes = source.nbytes()
         check_same_size(source, into)
         with self.moving(), torch.cuda.device(self._device):
-            target = torch.empty(nbytes, dtype=torch.uint8) if into is None else _as_bytes(into)
+            target = _as_bytes(allocate(nbytes) if into is None else into)
+            if into is None:
+                target.zero_()  # Touched by all cores at once; the copy would fault the pages in one by one.
             target.copy_(_as_bytes(source), non_blocking=False)
         with self._lock:
             self._to_host_bytes += nbytes
@@ -249,7 +318,9 @@ class CudaDevice:
         """
         with self._link_lock:
             if self._link is None:
-                self._link = self._measure_link()
+                with self.moving(), torch.cuda.device(self._device):
+                    self._link = time_link(self)
+                self.empty_cache()
             return self._link
 
     def close(self) -> None:
@@ -279,54 +350,6 @@ class CudaDevice:
         if error:
             self._drain_errors()
         return 0 if error == _NOT_REGISTERED else error
-
-    def _measure_link(self) -> LinkReading:
-        with self.moving(), torch.cuda.device(self._device):
-            reading = self._time_copies(self._link_buffer())
-        self.empty_cache()
-        return reading
-
-    def _time_copies(self, on_device: torch.Tensor) -> LinkReading:
-        nbytes = on_device.numel()
-        storage = allocate(nbytes)
-        on_host = _as_bytes(storage)
-        on_host.fill_(1)  # Untouched pages would be faulted in by the copy that is timed.
-        to_device_pageable = self._copy_speed(lambda: on_device.copy_(on_host, non_blocking=False), nbytes)
-        to_host_pageable = self._copy_speed(lambda: on_host.copy_(on_device, non_blocking=False), nbytes)
-        to_device_pinned, to_host_pinned = to_device_pageable, to_host_pageable
-        if self.pin(storage):
-            try:
-                to_device_pinned = self._copy_speed(lambda: on_device.copy_(on_host, non_blocking=True), nbytes)
-                to_host_pinned = self._copy_speed(lambda: on_host.copy_(on_device, non_blocking=True), nbytes)
-            finally:
-                self.unpin(storage)
-        return LinkReading(
-            to_device_pinned=to_device_pinned,
-            to_device_pageable=to_device_pageable,
-            to_host_pinned=to_host_pinned,
-            to_host_pageable=to_host_pageable,
-        )
-
-    def _link_buffer(self) -> torch.Tensor:
-        nbytes = LINK_COPY_BYTES
-        while True:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            except torch.OutOfMemoryError:
-                if nbytes <= LINK_COPY_BYTES_MIN:
-                    raise
-                nbytes //= 2
-
-    def _copy_speed(self, copy: Callable[[], object], nbytes: int) -> float:
-        """Return the median speed in bytes/s, after one copy that does not count."""
-        durations_ns = []
-        for _ in range(LINK_COPIES + 1):
-            self.synchronize()
-            started_ns = time.perf_counter_ns()
-            copy()
-            self.synchronize()
-            durations_ns.append(max(1, time.perf_counter_ns() - started_ns))
-        return nbytes * 1e9 / statistics.median(durations_ns[1:])
 
     def _drain_errors(self) -> None:
         # A failed registration leaves an error behind that torch would report at its next, innocent kernel launch.

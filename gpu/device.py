@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from residency.gpu.records import DeviceReading, LinkReading
@@ -22,6 +22,20 @@ class MemoryReading:
     reserved_bytes: int
     allocated_peak_bytes: int
     reserved_peak_bytes: int
+
+
+class Mark(Protocol):
+    """A point in the work that was given to the device; on CUDA a CUDA event, on the emulated device a time."""
+
+    @property
+    def queue(self) -> int:
+        """Which queue of work it is in: of two marks in one queue the later one implies the earlier."""
+        ...
+
+    @property
+    def order(self) -> int:
+        """Larger for a later mark of the same queue."""
+        ...
 
 
 class Device(Protocol):
@@ -70,6 +84,37 @@ class Device(Protocol):
         Allocators round every block up; where that costs, one block holds all copies and lives as long as any of them.
         Raises torch.OutOfMemoryError; nothing is kept then.
         """
+        ...
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return a block of device memory, uint8 of shape (nbytes,). Raises torch.OutOfMemoryError."""
+        ...
+
+    def part(self, block: torch.Tensor, start: int, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage of its own over a part of a block, which it keeps alive; nothing is counted anew."""
+        ...
+
+    def mark(self, *, timed: bool = False) -> Mark:
+        """Return the present end of the work that this thread has given to the device. Does not wait."""
+        ...
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let later work of this thread wait for a mark, on the device; the host does not wait."""
+
+    def copy_ahead(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]], *, after: Iterable[Mark]) -> Mark:
+        """Queue copies (part of a block, host bytes, is the host side pinned) behind all copies queued before.
+
+        They begin once the marks are reached. Returns a mark that is reached when they have ended; until then the
+        host bytes must live and stay unchanged. There is one such queue for a device.
+        """
+        ...
+
+    def elapsed_ns(self, start: Mark, end: Mark) -> int:
+        """Return the device's time between two timed marks, after `synchronize`."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether this thread's work is being captured into a CUDA graph. Read-only."""
         ...
 
     def download(

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from residency.gpu.cells import storage_of_part
 from residency.gpu.clock import ModelledClock, ModelledSpeeds
 from residency.gpu.device import MemoryReading
 from residency.gpu.kernels import KernelGuard
 from residency.gpu.ledger import StorageLedger
 from residency.gpu.limits import check_cap, check_same_size
 from residency.gpu.records import DeviceReading, LinkReading
-from residency.gpu.threads import forget, guard_new_threads
+from residency.gpu.threads import forget, guard_other_threads, leave_before_end
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from residency.gpu.device import Mark
 
 # Larger than any single card, so that every real cap can be emulated; memory is counted, not reserved.
 TOTAL_BYTES = 256 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class TimeMark:
+    """A point in modelled time."""
+
+    time_ns: int
+
+    @property
+    def queue(self) -> int:
+        """One for all: time is."""
+        return 0
+
+    @property
+    def order(self) -> int:
+        """The time itself."""
+        return self.time_ns
 
 
 class _ThreadGuard(threading.local):
@@ -136,6 +157,59 @@ class EmulatedDevice:
         self._ledger.check_room(sum(source.nbytes() for source, _ in sources))
         return [self.upload(source, pinned=pinned) for source, pinned in sources]
 
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return a block of the device pool, uint8 of shape (nbytes,). Raises torch.OutOfMemoryError."""
+        self._ledger.check_room(nbytes)
+        with self.moving():
+            block = torch.empty(nbytes, dtype=torch.uint8)
+            if not self._ledger.closed:
+                self._ledger.add_device(block.untyped_storage())
+            return block
+
+    def part(self, block: torch.Tensor, start: int, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage of its own over a part of a block, which it keeps alive; it is not counted again."""
+        with self.moving():
+            if not nbytes:
+                return block.new_empty(0).untyped_storage()
+            storage = storage_of_part(block[start : start + nbytes])
+        if not self._ledger.closed:
+            self._ledger.add_part(storage)
+        return storage
+
+    def mark(self, *, timed: bool = False) -> TimeMark:
+        """Return the present of the modelled clock."""
+        return TimeMark(self._clock.now_ns())
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let the modelled time pass until the mark is reached."""
+        assert isinstance(mark, TimeMark)
+        self._clock.wait_until(mark.time_ns)
+
+    def copy_ahead(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]], *, after: Iterable[Mark]
+    ) -> TimeMark:
+        """Copy at once, and queue the copies on the modelled link; the mark is when they would have ended."""
+        end_ns = max((mark.time_ns for mark in after if isinstance(mark, TimeMark)), default=0)
+        speeds, num_bytes = self._clock.speeds, 0
+        with self.moving():
+            for target, source, pinned in copies:
+                target.copy_(source)
+                num_bytes += source.numel()
+                speed = speeds.to_device_pinned if pinned else speeds.to_device_pageable
+                end_ns = self._clock.queue_copy(source.numel(), bytes_per_s=speed, after_ns=end_ns)
+        with self._lock:
+            self._to_device_bytes += num_bytes
+        return TimeMark(end_ns)
+
+    def elapsed_ns(self, start: Mark, end: Mark) -> int:
+        """Return the modelled time between two marks."""
+        assert isinstance(start, TimeMark) and isinstance(end, TimeMark)
+        return end.time_ns - start.time_ns
+
+    def is_capturing(self) -> bool:
+        """Return False: there are no CUDA graphs here."""
+        return False
+
     def download(
         self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
     ) -> torch.UntypedStorage:
@@ -177,10 +251,11 @@ class EmulatedDevice:
         Re-entrant, per thread.
         """
         guard = self._guard_of_thread()
-        if not guard.running_depth and not guard.permanent:
-            guard.enter()
         guard.running_depth += 1
         try:
+            # After the count: `guard_thread` may come at any call, and must see that it is entered here.
+            if guard.running_depth == 1 and not guard.permanent:
+                guard.enter()
             yield
         finally:
             guard.running_depth -= 1
@@ -202,17 +277,24 @@ class EmulatedDevice:
                 guard.moving_depth -= 1
 
     def guard(self) -> None:
-        """Let kernels on host weights fail on this thread, and on those started later, outside `running`, too.
+        """Let kernels on host weights fail outside `running`, too: on this thread, and as soon as may be on all others.
 
-        A second call is a no-op. Nothing is counted outside `running`, so that a pipeline can be loaded on a guarded
-        thread.
+        A thread that starts later is guarded from its start, one that runs already from its next call on, of a function
+        of Python or C. A second call is a no-op. Nothing is counted outside `running`, so that a pipeline can be loaded
+        on a guarded thread.
         """
+        if not self._guard_of_thread().permanent and not self._ledger.closed:
+            self.guard_thread()
+            guard_other_threads(self)
+
+    def guard_thread(self) -> None:
+        """Let kernels on host weights fail outside `running` on this very thread. A second call is a no-op."""
         guard = self._guard_of_thread()
         if not guard.permanent and not self._ledger.closed:
+            guard.permanent = True
             if not guard.running_depth:
                 guard.enter()
-            guard.permanent = True
-            guard_new_threads(self)
+            leave_before_end()
 
     def pin(self, storage: torch.UntypedStorage) -> bool:
         """Count a host storage as page-locked and keep it alive; False beyond `pin_limit_bytes`. Idempotent."""

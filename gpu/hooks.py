@@ -58,7 +58,7 @@ class MethodHook:
     def __init__(
         self, module: nn.Module, name: str, *, before: Callable[[Call], None], after: Callable[[Call], None]
     ) -> None:
-        self._module, self._name = module, name
+        self._module, self.name = module, name
         self._before, self._after = before, after
         self._replaced: Callable[..., Any] | None = None
         self._wrapper: _Wrapper | None = None
@@ -68,13 +68,18 @@ class MethodHook:
         """Whether the method is wrapped now."""
         return self._wrapper is not None
 
+    @property
+    def is_displaced(self) -> bool:
+        """Whether it was installed, but the module has something else in its place now."""
+        return self._wrapper is not None and vars(self._module).get(self.name) is not self._wrapper
+
     def install(self) -> None:
         """Wrap the method. A second call is a no-op."""
         if self._wrapper is not None:
             return
-        self._replaced = vars(self._module).get(self._name)
-        wrapper = _Wrapper(getattr(self._module, self._name), self._name, before=self._before, after=self._after)
-        self._module.__dict__[self._name] = self._wrapper = wrapper
+        self._replaced = vars(self._module).get(self.name)
+        wrapper = _Wrapper(getattr(self._module, self.name), self.name, before=self._before, after=self._after)
+        self._module.__dict__[self.name] = self._wrapper = wrapper
 
     def remove(self) -> None:
         """Put back what was there. If someone wrapped the wrapper since, it stays, and does nothing any more."""
@@ -82,12 +87,12 @@ class MethodHook:
         if wrapper is None:
             return
         wrapper.before = wrapper.after = _nothing
-        if vars(self._module).get(self._name) is not wrapper:
+        if vars(self._module).get(self.name) is not wrapper:
             return
         if self._replaced is None:
-            del self._module.__dict__[self._name]
+            del self._module.__dict__[self.name]
         else:
-            self._module.__dict__[self._name] = self._replaced
+            self._module.__dict__[self.name] = self._replaced
 
 
 class _Wrapper:
@@ -112,7 +117,9 @@ class _Wrapper:
         owner = getattr(self.wrapped, "__self__", None)
         if owner is None or id(owner) not in memo:
             return copy.deepcopy(self.wrapped, memo)
-        return types.MethodType(getattr(type(memo[id(owner)]), self.name), memo[id(owner)])
+        method = getattr(type(memo[id(owner)]), self.name)
+        # A class has no compiled call: the copy of a compiled layer is not compiled.
+        return None if method is None else types.MethodType(method, memo[id(owner)])
 
 
 def _nothing(call: Call) -> None:

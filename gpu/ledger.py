@@ -12,11 +12,12 @@ import torch
 class StorageEntry(weakref.ref[torch.UntypedStorage]):
     """One storage the ledger knows: a weak reference, so that the entry ends when the storage does."""
 
-    __slots__ = ("key", "nbytes", "on_device")
+    __slots__ = ("is_part", "key", "nbytes", "on_device")
 
     key: int
-    nbytes: int
+    nbytes: int  # what the pool counts for it: nothing on the host, or for a part of another storage
     on_device: bool
+    is_part: bool
 
 
 class StorageLedger:
@@ -56,6 +57,13 @@ class StorageLedger:
                 entry = self._grow_new(storage)
             return entry
 
+    def add_part(self, storage: torch.UntypedStorage) -> None:
+        """Know a storage as device memory that is counted already, with the block it is a part of."""
+        with self._lock:
+            self._settle_deaths()
+            if self.find(storage) is None:
+                self._remember(storage, on_device=True).is_part = True
+
     def add_host(self, storage: torch.UntypedStorage) -> None:
         """Put a storage into the host pool, taking it out of the device pool if it was there."""
         with self._lock:
@@ -77,7 +85,7 @@ class StorageLedger:
     def note_size(self, entry: StorageEntry, nbytes: int) -> None:
         """Count what a known device storage has grown or shrunk to. Raises torch.OutOfMemoryError; nothing changes."""
         with self._lock:
-            if entry.on_device and entry.nbytes != nbytes:
+            if entry.on_device and not entry.is_part and entry.nbytes != nbytes:
                 self._settle_deaths()
                 self._take(nbytes - entry.nbytes)
                 entry.nbytes = nbytes
@@ -119,7 +127,7 @@ class StorageLedger:
     def _remember(self, storage: torch.UntypedStorage, *, on_device: bool) -> StorageEntry:
         key = storage._cdata
         entry = StorageEntry(storage, self._dead.append)
-        entry.key, entry.nbytes, entry.on_device = key, 0, on_device
+        entry.key, entry.nbytes, entry.on_device, entry.is_part = key, 0, on_device, False
         self._entries[key] = entry
         return entry
 
@@ -146,7 +154,8 @@ class StorageLedger:
         self._settle_deaths()
         for entry in list(self._entries.values()):
             storage = entry()
-            if entry.on_device and storage is not None and storage.nbytes() != entry.nbytes:
+            is_counted = entry.on_device and not entry.is_part and storage is not None
+            if is_counted and storage is not None and storage.nbytes() != entry.nbytes:
                 self._allocated_bytes += storage.nbytes() - entry.nbytes
                 entry.nbytes = storage.nbytes()
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)

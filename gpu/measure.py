@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from residency.errors import ResidencyError, WarmupFailed, describe
-from residency.gpu.device import Device, is_out_of_memory
+from residency.gpu.device import Device, Mark, is_out_of_memory
+from residency.gpu.layer_times import LayerRecorder
 from residency.gpu.output import output_digest
 from residency.gpu.records import PhaseRecord, RequestKind, RequestRecord
 
@@ -39,7 +40,8 @@ def measure_request(
     device.reset_peaks()
     before, moved, started_ns = device.memory(), device.moved_bytes(), device.now_ns()
     recorder = _PhaseRecorder(device)
-    output, failure, layer_uses = _run_observed(pipeline, run, recorder)
+    output, failure = _run_observed(pipeline, run, recorder)
+    device.synchronize()
     duration_ns = device.now_ns() - started_ns
     to_device_bytes, to_host_bytes = (now - then for now, then in zip(device.moved_bytes(), moved, strict=True))
     digest = None
@@ -58,11 +60,13 @@ def measure_request(
         baseline_reserved_bytes=before.reserved_bytes,
         phases=recorder.phases(),
         uses=tuple(recorder.uses),
-        layer_uses=layer_uses,
+        layer_uses=recorder.layers.uses(),
         duration_ns=duration_ns,
         to_device_bytes=to_device_bytes,
         to_host_bytes=to_host_bytes,
         output_digest=digest,
+        layer_ns=recorder.layers.compute_ns(),
+        layer_order=recorder.layers.order(),
     )
     if failure is not None:
         _give_up(failure, record)
@@ -74,13 +78,15 @@ def measure_request(
 
 def _run_observed(
     pipeline: ManagedPipeline, run: Callable[[], object], recorder: _PhaseRecorder
-) -> tuple[object, Exception | None, dict[str, dict[str, tuple[int, ...]]]]:
-    """Run the request under observation: its output or what it raised, and how often each layer ran."""
+) -> tuple[object, Exception | None]:
+    """Run the request under observation: its output or what it raised."""
     output: object = None
     failure: Exception | None = None
     components = [pipeline.component(name) for name in pipeline.placement.components]
     with ExitStack() as stack:
-        counted = {component.name: stack.enter_context(component.counting_layers()) for component in components}
+        for component in components:
+            groups = stack.enter_context(component.observing_layers(recorder.layers))
+            recorder.layers.expect(component.name, groups)
         stack.enter_context(pipeline.observing(recorder))
         try:
             with pipeline.request():
@@ -88,12 +94,7 @@ def _run_observed(
         except Exception as error:  # noqa: BLE001 - a failed forward is a record
             failure = error
         recorder.close()
-        uses = {
-            name: {group: tuple(layer.num_uses for layer in layers) for group, layers in groups.items()}
-            for name, groups in counted.items()
-            if groups
-        }
-    return output, failure, uses
+    return output, failure
 
 
 def _digest(output: object) -> tuple[str | None, Exception | None]:
@@ -129,19 +130,26 @@ class _Phase:
     lingering: str | None
     allocated_peak_bytes: int = 0
     reserved_peak_bytes: int = 0
-    duration_ns: int = 0
-    num_occurrences: int = 0
+    spans: list[tuple[Mark, Mark]] = field(default_factory=list)
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 class _PhaseRecorder:
-    """Closes a memory phase whenever the set of running components changes."""
+    """Closes a memory phase whenever the set of running components changes.
+
+    Boundaries are marks on the device, read when the request is over, and peaks are the allocator's own: nothing waits
+    for the device in between, so that a measured request runs as any other does.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._phases: dict[str, _Phase] = {}
         self._active: list[str] = []
         self._lingering: str | None = None
-        self._started_ns = device.now_ns()
+        self._started = device.mark(timed=True)
+        self._entered: Mark | None = None
+        self._waits: list[tuple[Mark, Mark]] = []
+        self.layers = LayerRecorder(device, on_wait=self._waits.append)
         self.uses: list[tuple[str, int]] = []
 
     def entered(self, component: str) -> None:
@@ -152,6 +160,13 @@ class _PhaseRecorder:
             self.uses[-1] = (component, self.uses[-1][1] + 1)
         else:
             self.uses.append((component, 1))
+        self._entered = self._started
+
+    def loaded(self, component: str) -> None:
+        """Book how long it took to bring it as a whole."""
+        if self._entered is not None:
+            self._waits.append((self._entered, self._device.mark(timed=True)))
+            self._entered = None
 
     def left(self, component: str) -> None:
         """Close the phase in which it ran."""
@@ -160,31 +175,32 @@ class _PhaseRecorder:
         self._lingering = component
 
     def close(self) -> None:
-        """Book the time and the peaks since the last boundary."""
-        # Without waiting, the work of this phase would be booked on whichever phase happens to wait for it.
-        self._device.synchronize()
-        now_ns, memory = self._device.now_ns(), self._device.memory()
+        """Book the span and the peaks since the last boundary."""
+        now, memory = self._device.mark(timed=True), self._device.memory()
         phase = self._phases.setdefault(self._key(), _Phase(*self._who()))
         phase.allocated_peak_bytes = max(phase.allocated_peak_bytes, memory.allocated_peak_bytes)
         phase.reserved_peak_bytes = max(phase.reserved_peak_bytes, memory.reserved_peak_bytes)
-        phase.duration_ns += now_ns - self._started_ns
-        phase.num_occurrences += 1
-        self._started_ns = now_ns
+        phase.spans.append((self._started, now))
+        phase.waits += self._waits
+        self._waits.clear()
+        self._started = now
         self._device.reset_peaks()
 
     def phases(self) -> tuple[PhaseRecord, ...]:
-        """Return what was booked, in order of first occurrence."""
-        return tuple(
-            PhaseRecord(
-                key=key,
-                active=phase.active,
-                lingering=phase.lingering,
-                allocated_peak_bytes=phase.allocated_peak_bytes,
-                reserved_peak_bytes=phase.reserved_peak_bytes,
-                duration_ns=phase.duration_ns,
-                num_occurrences=phase.num_occurrences,
-            )
-            for key, phase in self._phases.items()
+        """Return what was booked, in order of first occurrence. The device must be idle."""
+        return tuple(self._phase_record(key, phase) for key, phase in self._phases.items())
+
+    def _phase_record(self, key: str, phase: _Phase) -> PhaseRecord:
+        duration_ns = sum(self._device.elapsed_ns(*span) for span in phase.spans)
+        return PhaseRecord(
+            key=key,
+            active=phase.active,
+            lingering=phase.lingering,
+            allocated_peak_bytes=phase.allocated_peak_bytes,
+            reserved_peak_bytes=phase.reserved_peak_bytes,
+            duration_ns=duration_ns,
+            wait_ns=min(duration_ns, sum(self._device.elapsed_ns(*wait) for wait in phase.waits)),
+            num_occurrences=len(phase.spans),
         )
 
     def _who(self) -> tuple[tuple[str, ...], str | None]:

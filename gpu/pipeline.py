@@ -16,6 +16,7 @@ from residency.gpu.hazards import Hazard, find_hazards, is_untouchable
 from residency.gpu.hooks import Call, MethodHook, attempt_all
 from residency.gpu.inventory import named_weights, own_weights
 from residency.gpu.placement import ComponentPlacement, Mode, Placement
+from residency.gpu.streaming import Streamer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,9 @@ class Observer(Protocol):
 
     def entered(self, component: str) -> None:
         """Others have left the device; the component is about to be loaded."""
+
+    def loaded(self, component: str) -> None:
+        """What it needs as a whole is on the device."""
 
     def left(self, component: str) -> None:
         """The component's outermost call has ended."""
@@ -64,8 +68,9 @@ class ManagedPipeline:
         self._observer: Observer | None = None
         self.hazards: tuple[Hazard, ...] = find_hazards(modules, device=device.torch_device)
         reasons = {hazard.component: hazard.text for hazard in reversed(self.hazards) if hazard.fixes}
+        self._streamer = Streamer(device)
         self._components = {
-            name: ManagedComponent(name, module, device, fixed_reason=reasons.get(name))
+            name: ManagedComponent(name, module, device, streamer=self._streamer, fixed_reason=reasons.get(name))
             for name, module in modules.items()
         }
         self._minimal = minimal
@@ -96,6 +101,11 @@ class ManagedPipeline:
         return own + sum(component.num_hooks for component in self._components.values())
 
     @property
+    def window_bytes(self) -> int:
+        """Device bytes of the window that streamed layers share, now."""
+        return self._streamer.window_bytes
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes of page-locked host copies now."""
         return sum(component.pinned_bytes for component in self._components.values())
@@ -122,6 +132,7 @@ class ManagedPipeline:
             try:
                 component.place(target)
             finally:
+                self._sync_window()
                 self._sync_hooks()
 
     def commit(self) -> None:
@@ -172,7 +183,7 @@ class ManagedPipeline:
             return
         with self.exclusive("a detach", self.request_wait_s):
             restores = [component.restore for component in self._components.values()]
-            attempt_all([*restores, *(item.remove for item in self._removables())])
+            attempt_all([self._streamer.release, *restores, *(item.remove for item in self._removables())])
         for component in self._components.values():
             for child in component.module.modules():
                 _managed.discard(child)
@@ -186,7 +197,10 @@ class ManagedPipeline:
         self._calls[call] = None
         if is_outermost:
             self._evict_idle()  # What an interrupt during the last request's clean-up may have left.
+            for component in self._components.values():
+                component.sync_hooks()
             self._running.enter_context(self.device.running())
+            self._streamer.begin()
 
     def _end(self, call: Call) -> None:
         if call not in self._calls:
@@ -194,7 +208,7 @@ class ManagedPipeline:
             return
         try:
             if len(self._calls) == 1:
-                attempt_all([self._running.close, self._evict_idle])
+                attempt_all([self._streamer.end, self._running.close, self._evict_idle])
         finally:
             self._calls.pop(call, None)
             self._gate.release(call)
@@ -210,21 +224,33 @@ class ManagedPipeline:
             self._thread.is_in_callback = False
 
     def _enter(self, component: ManagedComponent, call: Call) -> None:
+        if self.device.is_capturing():
+            component.note_capture()
         self._begin(call)
         self._evict_idle(but=component)
-        if not component.users and self._observer is not None:
+        is_first = not component.users
+        if is_first:
+            self._streamer.component_entered(component.name)
+        if is_first and self._observer is not None:
             self._observer.entered(component.name)
         component.users.add(call)
         component.load()
+        if is_first and self._observer is not None:
+            self._observer.loaded(component.name)
 
     def _leave(self, component: ManagedComponent, call: Call) -> None:
         was_inside = call in component.users
         component.users.discard(call)
+        is_last = was_inside and not component.users
         try:
-            if was_inside and not component.users and self._observer is not None:
+            if is_last and self._observer is not None:
                 self._observer.left(component.name)
         finally:
-            self._end(call)
+            try:
+                if is_last:
+                    self._streamer.component_left(component.name)
+            finally:
+                self._end(call)
 
     def _evict_idle(self, but: ManagedComponent | None = None) -> None:
         """Take back to the host what no call uses, except one that is about to be used."""
@@ -246,6 +272,13 @@ class ManagedPipeline:
 
     def _removables(self) -> list[MethodHook | Disguise]:
         return [*self._hooks, *self._disguises]
+
+    def _sync_window(self) -> None:
+        components = self._components.values()
+        self._streamer.configure(
+            window_bytes=max((component.window_bytes for component in components), default=0),
+            yields={one.name: one.placement.yield_bytes for one in components if one.placement.yield_bytes},
+        )
 
     def _sync_hooks(self) -> None:
         placements = [component.placement for component in self._components.values()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from residency.gpu.workload import Workload
@@ -26,6 +26,7 @@ class PhaseRecord:
     key: 'use:NAMES' while components run, 'after:NAME' between uses, 'before' until the first use.
     active: components that run. lingering: the one used last, if none runs.
     num_occurrences: how many intervals were merged. Durations are in ns of the device's clock.
+    wait_ns: of the duration, how long computing waited for weights.
     """
 
     key: str
@@ -35,6 +36,7 @@ class PhaseRecord:
     reserved_peak_bytes: int
     duration_ns: int
     num_occurrences: int
+    wait_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class RequestRecord:
     workload: the shape that ran. target_steps: of the default workload, to scale repeated phases.
     uses: component entries in order, consecutive ones of one component merged: (component, count).
     layer_uses: component -> layer group -> how often each layer ran.
+    layer_ns: component -> layer group -> what each layer computes, in ns of the device: median over its uses, without
+    waiting for weights; 0 for one that did not run. layer_order: component -> its layers in the order they first ran.
     baseline_*_bytes: the allocator's figures just before the request.
     error: the exception's text if it failed. output_digest: SHA-256 of the output, in hex.
     """
@@ -64,6 +68,8 @@ class RequestRecord:
     to_device_bytes: int
     to_host_bytes: int
     output_digest: str | None
+    layer_ns: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    layer_order: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
 
     @property
     def allocated_peak_bytes(self) -> int:
@@ -112,3 +118,34 @@ class HostReading:
     available_bytes: int
     cgroup_cap_bytes: int | None
     pin_budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUsage:
+    """What is booked as this process's host copies, beside what the kernel counts as this process's memory.
+
+    anonymous, shared and file bytes are resident; swapped is what was swapped out. locked_bytes: what the kernel knows
+    to be locked; memory that a driver has page-locked need not be in it.
+    """
+
+    booked_bytes: int
+    anonymous_bytes: int
+    shared_bytes: int
+    file_bytes: int
+    swapped_bytes: int
+    locked_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that only this process's end, or its giving back, makes free: all but clean file pages."""
+        return self.anonymous_bytes + self.shared_bytes + self.swapped_bytes
+
+    @property
+    def unbooked_bytes(self) -> int:
+        """Held beside what is booked: the interpreter, libraries, copies that nobody has booked. Never negative."""
+        return max(0, self.held_bytes - self.booked_bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Booked, yet not held: never touched, in file mappings, or booked twice. Never negative."""
+        return max(0, self.booked_bytes - self.held_bytes)

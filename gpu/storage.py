@@ -2,101 +2,30 @@
 
 weights (Parameter, buffer)     storage          owned by
 q.weight --+
-tied.weight+--> Cell -------->  host copy        the store, until `release_host`
-q.view ----+         \\------->  device copy      the store, while on the device
+tied.weight+--> Cell -------->  host copy        the store, until `release_host`; packed ones lie in one mapping
+q.view ----+         \\------->  device copy      the store, while on the device, or the window
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from residency.gpu.host_memory import allocate
+from residency.gpu.cells import Cell, aligned, bookkeeping, weight_of
 from residency.gpu.inventory import Inventory, storage_key
+from residency.gpu.packing import Packed, file_backed_cells, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
+
+    import torch
+    from torch import nn
 
     from residency.gpu.device import Device
 
-
-@contextmanager
-def bookkeeping(device: Device) -> Iterator[None]:
-    """Enter around rebinding: version counters stay valid, autograd is off, and the device checks nothing."""
-    with torch.inference_mode(False), torch.no_grad(), device.moving():
-        yield
+BLOCKS_KNOWN_MAX = 32  # A streamed layer meets few places of the window again and again; each costs views, no memory.
 
 
-@dataclass(slots=True)
-class _Weight:
-    """One tensor of a cell: its geometry, its version when last in step with the host, and where it may point."""
-
-    tensor: torch.Tensor
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    version: int = -1
-    host_view: torch.Tensor | None = None
-    host_pointer: int | None = None
-    device_pointer: int | None = None
-
-    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return this weight's geometry over another storage of the same bytes."""
-        empty = torch.empty(0, dtype=self.tensor.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
-
-    def set_host(self, storage: torch.UntypedStorage | None) -> None:
-        self.host_view = None if storage is None else self.view(storage)
-        self.host_pointer = None if self.host_view is None else self.host_view.data_ptr()
-
-    def bind_host(self) -> None:
-        if self.host_view is not None:
-            self.tensor.data = self.host_view
-
-    def bind_device(self, storage: torch.UntypedStorage) -> None:
-        view = self.view(storage)
-        self.version = self.tensor._version
-        self.device_pointer = view.data_ptr()
-        self.tensor.data = view
-
-
-@dataclass(slots=True, eq=False)
-class _Cell:
-    """One weight storage. `mapped`: its host copy is an exact mapping of ours, which can be pinned in place."""
-
-    num_bytes: int
-    host: torch.UntypedStorage | None = None
-    device: torch.UntypedStorage | None = None
-    mapped: bool = False
-    pinned: bool = False
-    weights: list[_Weight] = field(default_factory=list)
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the device copy holds something that the host copy does not."""
-        return self.host is None or any(weight.tensor._version != weight.version for weight in self.weights)
-
-    def mark_in_step(self) -> None:
-        for weight in self.weights:
-            weight.version = weight.tensor._version
-
-    def set_host(self, storage: torch.UntypedStorage | None, *, mapped: bool) -> None:
-        for weight in self.weights:
-            weight.set_host(storage)
-        self.host, self.mapped = storage, mapped
-
-    def bind_host(self) -> None:
-        for weight in self.weights:
-            weight.bind_host()
-
-    def drop_device(self) -> None:
-        self.device = None
-        for weight in self.weights:
-            weight.device_pointer = None
+FILE_BACKED_FRACTION_MIN = 0.9  # Tables that a model computes when it is made are in no file.
 
 
 class HostStore:
@@ -109,8 +38,11 @@ class HostStore:
     def __init__(self, modules: Callable[[], Iterable[nn.Module]], device: Device) -> None:
         self._device = device
         self._inventory = Inventory(modules)
-        self._cells: list[_Cell] = []
+        self._cells: list[Cell] = []
         self._is_stale = True
+        self._packed: Packed | None = None
+        self._fetched: list[int] | None = None  # Versions of the weights when their copy to the window was asked for.
+        self._blocks: dict[int, list[tuple[torch.UntypedStorage, list[tuple[torch.Tensor, int]]]]] = {}
         self.on_device = False  # Every weight is on the device.
         self.is_idle = False  # None is. Neither: found in parts, or cut short.
         self.adopt()
@@ -121,6 +53,11 @@ class HostStore:
         return sum(cell.num_bytes for cell in self._cells)
 
     @property
+    def packed_bytes(self) -> int:
+        """Bytes of one block that holds all of them, each aligned."""
+        return sum(aligned(cell.num_bytes) for cell in self._cells)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host copies now held."""
         return sum(cell.num_bytes for cell in self._cells if cell.host is not None)
@@ -129,6 +66,12 @@ class HostStore:
     def pinned_bytes(self) -> int:
         """Bytes of host copies that are page-locked now."""
         return sum(cell.num_bytes for cell in self._cells if cell.pinned)
+
+    @property
+    def is_file_backed(self) -> bool:
+        """Whether the host copy is a mapped file, but for small parts of it. Read-only."""
+        mapped = sum(cell.num_bytes for cell in file_backed_cells(self._cells))
+        return mapped >= self.num_bytes * FILE_BACKED_FRACTION_MIN
 
     def adopt(self) -> None:
         """Take in what was added, replaced or rebound from outside; nothing is moved. Cheap if nothing was."""
@@ -153,7 +96,8 @@ class HostStore:
                 for cell, copied in zip(missing, self._device.upload_all(sources), strict=True):
                     cell.device = copied
                 for cell in missing:
-                    _bind_device(cell)
+                    assert cell.device is not None
+                    cell.bind_device(cell.views(cell.device))
                 self.on_device = True
             except BaseException:
                 for cell in missing:
@@ -161,6 +105,47 @@ class HostStore:
                     cell.drop_device()
                 self.is_idle = all(cell.device is None for cell in self._cells)
                 raise
+
+    def copies(self, block: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Return (part of the block, host bytes, is the host side pinned) to copy before `bind` may be called.
+
+        The block has `packed_bytes`. A host copy that is packed whole is one copy. Nothing is moved.
+        """
+        self._fetched = None
+        self.adopt()
+        with bookkeeping(self._device):
+            found: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+            packed = self._packed
+            if packed is not None and packed.holds_all(self._cells):
+                found.append((block[: packed.num_bytes], packed.content, packed.is_pinned))
+            else:
+                found += _cell_copies(self._cells, block)
+            self._fetched = [weight.tensor._version for cell in self._cells for weight in cell.weights]
+        return found
+
+    def bind(self, block: torch.Tensor) -> bool:
+        """Bind every weight to a block that `copies` was copied into; False, with nothing done, if that is outdated."""
+        fetched, self._fetched = self._fetched, None
+        if fetched is None or self._has_drifted() or not self.is_idle:
+            return False
+        if fetched != [weight.tensor._version for cell in self._cells for weight in cell.weights]:
+            return False
+        with bookkeeping(self._device):
+            self.is_idle = False
+            for cell, (storage, views) in zip(self._cells, self._parts(block), strict=True):
+                cell.device = storage
+                cell.bind_device(views)
+            self.on_device = True
+        return True
+
+    def forget_blocks(self, block: torch.Tensor | None = None) -> None:
+        """Let go of the blocks that weights were bound to, those inside of a larger one or all."""
+        if block is None:
+            self._blocks.clear()
+            return
+        start = block.data_ptr()
+        for address in [one for one in self._blocks if start <= one < start + block.numel()]:
+            del self._blocks[address]
 
     def offload(self) -> None:
         """Bind every weight to its host copy and drop the device's; only changed weights are copied back."""
@@ -178,34 +163,93 @@ class HostStore:
             self.is_idle = True
 
     def pin(self) -> None:
-        """Page-lock every host copy, copying each once into an exact mapping; no host copy yet: make it.
+        """Page-lock the host copy, copied once into one exact mapping; no host copy yet: make it.
 
-        Raises MemoryError if the host refuses; what is pinned by then stays so, until `unpin`.
+        Raises MemoryError if the host refuses, with the host copies as they were.
+        """
+        packed = self.pack()
+        if packed is None:
+            return
+        try:
+            self.register(packed)
+            self.adopt_packed(packed)
+        except BaseException:
+            self.discard(packed)
+            raise
+
+    def pack(self) -> Packed | None:
+        """Return a copy of every weight in one mapping of its own, None if that is there and page-locked already.
+
+        Nothing is bound to it. May run on any thread while nobody else uses the store. Raises MemoryError.
         """
         self.adopt()
+        if not self.num_bytes or all(cell.pinned or not cell.num_bytes for cell in self._cells):
+            return None
         with bookkeeping(self._device):
+            if self._packed is not None and self._packed.holds_all(self._cells):
+                for cell in self._cells:
+                    self._refresh_host(cell)
+                return self._packed
+            return pack(self._cells, self._device)
+
+    def register(self, packed: Packed) -> None:
+        """Page-lock a packed copy. Raises MemoryError if the host refuses."""
+        packed.register(self._device)
+
+    def adopt_packed(self, packed: Packed) -> None:
+        """Make a packed copy, page-locked or not, the host copy; what held it before is let go."""
+        with bookkeeping(self._device):
+            if packed is not self._packed:
+                if self._packed is not None:
+                    self._packed.unregister(self._device)
+                self._packed = packed
+                packed.install(self._cells, self._device)
             for cell in self._cells:
-                if cell.num_bytes and not cell.pinned:
-                    self._pin(cell)
+                cell.pinned = packed.is_pinned
+
+    def discard(self, packed: Packed) -> None:
+        """Let go of a packed copy that was not adopted; of an adopted one only the page lock. May be repeated."""
+        packed.unregister(self._device)
+        if packed is self._packed:
+            for cell in self._cells:
+                cell.pinned = False
 
     def unpin(self) -> None:
-        """Release the page locks; the same memory stays as pageable host copy."""
-        for cell in self._cells:
-            self._unpin(cell)
+        """Release the page lock; the same memory stays as pageable host copy."""
+        if self._packed is not None:
+            self.discard(self._packed)
 
     def let_go(self) -> None:
         """Have nothing more to do with these weights: no page locks, no claim on their host memory."""
         self.unpin()
+        self.forget_blocks()
         for cell in self._cells:
             if cell.host is not None:
                 self._device.unclaim_host(cell.host)
 
     def release_host(self) -> None:
-        """Give up the host copies of weights that are on the device."""
+        """Give up the host copies of weights that are on the device; mapped files, which cost nothing, stay."""
         self.unpin()
+        free = file_backed_cells(self._cells)
         for cell in self._cells:
-            if cell.device is not None:
-                cell.set_host(None, mapped=False)
+            if cell.device is not None and cell not in free:
+                cell.set_host(None)
+        if all(cell.host is None for cell in self._cells):
+            self._packed = None
+
+    def _parts(self, block: torch.Tensor) -> list[tuple[torch.UntypedStorage, list[tuple[torch.Tensor, int]]]]:
+        """Return (storage, views) of every cell over a block, from memory if it was bound there before."""
+        address = block.data_ptr()
+        if address not in self._blocks:
+            while len(self._blocks) >= BLOCKS_KNOWN_MAX:
+                self._blocks.pop(next(iter(self._blocks)))
+            found, start = [], 0
+            for cell in self._cells:
+                storage = self._device.part(block, start, cell.num_bytes)
+                found.append((storage, cell.views(storage)))
+                start += aligned(cell.num_bytes)
+            self._blocks[address] = found
+        return self._blocks[address]
 
     def _has_drifted(self) -> bool:
         return self._is_stale or not self._inventory.is_current() or self._is_rebound()
@@ -219,90 +263,50 @@ class HostStore:
 
     def _scan(self) -> None:
         """Sort the tensors of the inventory into cells, keeping every cell whose storage is still in use."""
+        self._blocks.clear()
         known = {s._cdata: cell for cell in self._cells for s in (cell.host, cell.device) if s is not None}
         versions = {id(weight.tensor): weight.version for cell in self._cells for weight in cell.weights}
-        members: dict[_Cell, list[_Weight]] = {}
+        members: dict[Cell, list[torch.Tensor]] = {}
         for tensor in self._inventory.tensors:
             key = storage_key(tensor)
             if key not in known:
                 known[key] = self._new_cell(tensor.untyped_storage())
+            members.setdefault(known[key], []).append(tensor)
+        for cell, tensors in members.items():
             # A tensor that is new on a device storage counts as changed.
-            weight = _weight_of(tensor, known[key], version=versions.get(id(tensor), -1))
-            members.setdefault(known[key], []).append(weight)
-        for cell in self._cells:
-            if cell not in members:
-                self._unpin(cell)
-        for cell, weights in members.items():
-            cell.weights = weights
+            cell.weights = [weight_of(tensor, cell, version=versions.get(id(tensor), -1)) for tensor in tensors]
         self._cells = list(members)
+        if self._packed is not None and not any(cell.host in self._packed for cell in self._cells):
+            self._packed.unregister(self._device)
+            self._packed = None
         self.on_device = bool(members) and all(cell.device is not None for cell in members)
         self.is_idle = all(cell.device is None for cell in members)
 
-    def _new_cell(self, storage: torch.UntypedStorage) -> _Cell:
+    def _new_cell(self, storage: torch.UntypedStorage) -> Cell:
         if self._device.holds(storage):
-            return _Cell(num_bytes=storage.nbytes(), device=storage)
+            return Cell(num_bytes=storage.nbytes(), device=storage)
         self._device.claim_host(storage)
-        return _Cell(num_bytes=storage.nbytes(), host=storage)
+        return Cell(num_bytes=storage.nbytes(), host=storage)
 
-    def _refresh_host(self, cell: _Cell) -> None:
+    def _refresh_host(self, cell: Cell) -> None:
         """Make the host copy of a cell hold what its device copy holds."""
         if cell.device is None or not cell.is_changed:
             return
         if cell.host is None:
             storage = self._device.download(cell.device)
             self._device.claim_host(storage)
-            cell.set_host(storage, mapped=False)
+            cell.set_host(storage)
         else:
             self._device.download(cell.device, into=cell.host)
         cell.mark_in_step()
 
-    def _pin(self, cell: _Cell) -> None:
-        if not cell.mapped:
-            self._map(cell)
+
+def _cell_copies(cells: Iterable[Cell], block: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
+    found, start = [], 0
+    for cell in cells:
         assert cell.host is not None
-        try:
-            cell.pinned = self._device.pin(cell.host)
-        except BaseException:
-            self._device.unpin(cell.host)  # An interrupt just after it was locked: nobody else would unlock it.
-            cell.pinned = False
-            raise
-        if not cell.pinned:
-            raise MemoryError(
-                f"the host refuses to page-lock {cell.num_bytes} bytes; "
-                "lower host_ram, or raise the limit on locked memory"
-            )
-
-    def _unpin(self, cell: _Cell) -> None:
-        if cell.pinned and cell.host is not None:
-            self._device.synchronize()  # A copy in flight may still read what is unlocked here.
-            self._device.unpin(cell.host)
-            cell.pinned = False
-
-    def _map(self, cell: _Cell) -> None:
-        """Put the host copy into an exact mapping of our own; whatever held it before is let go."""
-        storage = allocate(cell.num_bytes)
-        self._device.claim_host(storage)
-        if cell.device is not None and cell.is_changed:
-            self._device.download(cell.device, into=storage)
-        else:
-            assert cell.host is not None
-            storage.copy_(cell.host, non_blocking=False)
-        cell.set_host(storage, mapped=True)
-        cell.mark_in_step()
-        if cell.device is None:
-            cell.bind_host()
-
-
-def _bind_device(cell: _Cell) -> None:
-    assert cell.device is not None
-    for weight in cell.weights:
-        weight.bind_device(cell.device)
-
-
-def _weight_of(tensor: torch.Tensor, cell: _Cell, *, version: int) -> _Weight:
-    """Describe a tensor as it is now."""
-    weight = _Weight(tensor, int(tensor.storage_offset()), tuple(tensor.size()), tuple(tensor.stride()), version)
-    weight.set_host(cell.host)
-    if cell.device is not None:
-        weight.device_pointer = weight.view(cell.device).data_ptr()
-    return weight
+        if cell.num_bytes:
+            source = block.new_empty(0, device="cpu").set_(cell.host)
+            found.append((block[start : start + cell.num_bytes], source, cell.pinned))
+        start += aligned(cell.num_bytes)
+    return found

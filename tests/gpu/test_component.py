@@ -60,8 +60,15 @@ def test_lists_that_cannot_be_streamed_are_no_groups(toys: Any) -> None:
     net.empty = nn.ModuleList([nn.Identity(), nn.Identity()])
     net.sharing = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     net.sharing[0].weight = net.head.weight
-    net.compiled = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    net.compiled[1]._compiled_call_impl = net.compiled[1]._call_impl
+    net.whole = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    net.whole._compiled_call_impl = net.whole._call_impl
+    assert list(find_layer_groups(net)) == ["blocks"]
+
+
+def test_layers_that_are_compiled_themselves_can_be_streamed(toys: Any) -> None:
+    net = toys.net()
+    for block in net.blocks:
+        block._compiled_call_impl = block._call_impl
     assert list(find_layer_groups(net)) == ["blocks"]
 
 
@@ -98,12 +105,13 @@ def test_every_move_between_two_placements_keeps_values_bytes_and_hooks(toys: An
         assert component.pinned_bytes == pinned
 
 
-def test_layerwise_holds_one_streamed_layer_at_a_time(toys: Any, device: EmulatedDevice) -> None:
+def test_without_a_window_one_streamed_layer_at_a_time_is_on_the_device(toys: Any, device: EmulatedDevice) -> None:
     component = ManagedComponent("net", toys.net(width=64), device)
     component.place(toys.layerwise_pinned)
     device.reset_peaks()
     run(device, component, toys.value(64))
-    limit = component.spec.device_bytes(toys.layerwise_pinned, in_use=True)
+    spec = component.spec
+    limit = spec.device_bytes(toys.layerwise_pinned, in_use=True) + max(spec.groups[0].layer_bytes)
     activations = 16 * 2 * 64 * 4
     assert limit <= device.memory().allocated_peak_bytes <= limit + activations
 
@@ -226,7 +234,7 @@ def test_a_refused_pin_leaves_the_component_resident(toys: Any) -> None:
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        (ComponentPlacement(mode=Mode.COMPONENT_OFFLOAD, tier=HostTier.MAPPED), "checkpoint file"),
+        (ComponentPlacement(mode=Mode.COMPONENT_OFFLOAD, tier=HostTier.MAPPED), "mapped file"),
         (
             ComponentPlacement(
                 mode=Mode.LAYERWISE_OFFLOAD, tier=HostTier.PINNED, resident_layers={"blocks": (4,)}, num_slots=1

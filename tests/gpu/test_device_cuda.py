@@ -199,7 +199,7 @@ def test_a_store_whose_pinning_was_interrupted_has_nothing_registered(driver: Dr
         store.pin()
     assert not driver.registered and not store.pinned_bytes
     store.pin()
-    assert len(driver.registered) == 2 and store.pinned_bytes == store.num_bytes
+    assert len(driver.registered) == 1 and store.pinned_bytes == store.num_bytes
     store.unpin()
     assert not driver.registered
 

@@ -34,6 +34,9 @@ class Watcher:
     def entered(self, component: str) -> None:
         self.events.append(("entered", component, self._pipeline.device.memory().allocated_bytes))
 
+    def loaded(self, component: str) -> None:
+        pass
+
     def left(self, component: str) -> None:
         self.events.append(("left", component, self._pipeline.device.memory().allocated_bytes))
 

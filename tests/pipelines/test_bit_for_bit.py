@@ -42,7 +42,8 @@ def every_placement(spec: ComponentSpec) -> list[ComponentPlacement]:
 
 def idle_bytes(pipeline: ManagedPipeline) -> int:
     placement = pipeline.placement.components
-    return sum(spec.device_bytes(placement[spec.name], in_use=False) for spec in pipeline.specs)
+    weights = sum(spec.device_bytes(placement[spec.name], in_use=False) for spec in pipeline.specs)
+    return weights + pipeline.window_bytes
 
 
 def describe(pipe: Any) -> dict[str, object]:

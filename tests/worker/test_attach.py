@@ -248,7 +248,7 @@ def test_modes_outrank_a_placement_file(worker: Any, tmp_path: Path) -> None:
         ),
         (
             placing(denoiser={**STREAMED, "resident_layers": {"blocks": [17]}}),
-            "'rubbish.json': .*has 6 layers, resident ones are given as",
+            "'rubbish.json': .*has 6 layers, resident or held ones are given as",
         ),
         (
             placing(encoder=STREAMED),
