@@ -20,8 +20,11 @@ ALIGNMENT_BYTES = 512
 
 @contextmanager
 def bookkeeping(device: Device) -> Iterator[None]:
-    """Enter around rebinding: version counters stay valid, autograd is off, and the device checks nothing."""
-    with torch.inference_mode(False), torch.no_grad(), device.moving():
+    """Enter around rebinding: version counters stay valid, autograd is off, and the device checks nothing.
+
+    All of that is what `moving` promises; the name says why it is entered.
+    """
+    with device.moving():
         yield
 
 

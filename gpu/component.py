@@ -11,6 +11,7 @@ from residency.errors import CaptureRefused, ModeUnavailable, PipelineBusy
 from residency.gpu.hooks import Call, attempt_all
 from residency.gpu.inventory import named_weights, storage_bytes, weights_digest
 from residency.gpu.layers import find_layer_groups, modules_outside
+from residency.gpu.pinning import pin_all
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 from residency.gpu.specs import ComponentSpec, LayerGroupSpec, window_of
 from residency.gpu.storage import HostStore
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from residency.gpu.device import Device
     from residency.gpu.streaming import LayerObserver
+
+PARALLEL_BYTES_MIN = 64 * 2**20  # Below it starting threads takes longer than what they save.
 
 # What may be called on a component beside `forward`; calling one counts as use.
 ENTRY_POINTS = (
@@ -144,6 +147,22 @@ class ManagedComponent:
                 if not store.on_device:
                     store.onload()
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have every weight on the device while inside; afterwards what its placement says, changes kept.
+
+        Only while nothing of it is in the window. Raises torch.OutOfMemoryError with everything as it was.
+        """
+        call = Call()
+        try:
+            self.users.add(call)
+            for store in self._stores():
+                store.onload()
+            yield
+        finally:
+            self.users.discard(call)
+            attempt_all([store.offload for store in self._away() if not store.is_idle])
+
     def evict(self) -> None:
         """After use: take what the mode keeps on the host back there. A second call, or one while in use: no-op.
 
@@ -182,6 +201,7 @@ class ManagedComponent:
         """Go back to where the weights were found, without hooks and pins, for good."""
         if self.fixed_reason is None:
             home = ComponentPlacement(mode=Mode.COMPONENT_OFFLOAD, tier=HostTier.PAGEABLE)
+            self._is_captured = False  # Whoever detaches has no use for the graph any more.
             self.place(RESIDENT if self.was_on_device else home)
             for store in self._stores():
                 store.let_go()
@@ -229,8 +249,8 @@ class ManagedComponent:
         for store in staying if is_pinned else self._stores():
             store.unpin()
         # Before anything leaves: a copy that has to be made is made in place, and a refusal has moved nothing.
-        for store in away if is_pinned else ():
-            store.pin()
+        if is_pinned:
+            self._pin(away)
         for store in away:
             store.offload()
         for store in staying:
@@ -241,6 +261,15 @@ class ManagedComponent:
             for index, layer in enumerate(layers):
                 layer.is_streamed, layer.is_held = id(layer.store) in streamed, index in held
                 layer.sync_hook()
+
+    def _pin(self, stores: list[HostStore]) -> None:
+        if sum(store.num_bytes for store in stores) < PARALLEL_BYTES_MIN:
+            for store in stores:
+                store.pin()
+        else:
+            # On an error the others stay pinned, and going back unpins them.
+            names = [f"host copy {index + 1} of {len(stores)} of {self.name!r}" for index in range(len(stores))]
+            pin_all(stores, self._device, names=names)
 
     def _away(self, placement: ComponentPlacement | None = None) -> list[HostStore]:
         """Return the stores that are on the host between uses."""

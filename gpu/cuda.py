@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import threading
 import time
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, SupportsInt, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from residency.gpu.cells import aligned, storage_of_part
 from residency.gpu.cuda_link import time_link
+from residency.gpu.cuda_pins import CudaPins
+from residency.gpu.cuda_upload import StagedUpload
 from residency.gpu.device import MemoryReading
 from residency.gpu.host_memory import allocate
 from residency.gpu.limits import check_cap, check_same_size
@@ -27,22 +28,8 @@ if TYPE_CHECKING:
 
     from residency.gpu.device import Mark
 
-log = logging.getLogger(__name__)
-
 GIB = 2**30
-# One registration of 512 GiB or more fails on some drivers, and a copy across two registrations is refused by all.
-PIN_BYTES_MAX = 64 * 2**30
-DRAIN_ATTEMPTS_MAX = 3
-_NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-
-
-class _CudaRuntime(Protocol):
-    """What is used of the CUDA runtime that torch itself has loaded; both return an error number, 0 for success."""
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> SupportsInt: ...
-
-    def cudaHostUnregister(self, address: int) -> SupportsInt: ...
 
 
 _mark_numbers = itertools.count()
@@ -77,8 +64,8 @@ class CudaDevice:
         free_bytes, self._total_bytes = torch.cuda.mem_get_info(self._device)
         self._cap_bytes = _whole_gib(free_bytes + torch.cuda.memory_reserved(self._device))
         self._lock = threading.Lock()
-        # Address -> the storage, and whether the registration is ours (torch itself may have pinned it).
-        self._pinned: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+        self._pins = CudaPins(self._device, synchronize=self.synchronize)
+        self._staged = StagedUpload(self._pins)
         self._to_device_bytes = 0
         self._to_host_bytes = 0
         self._link_lock = threading.Lock()
@@ -148,7 +135,7 @@ class CudaDevice:
         nbytes = source.nbytes()
         with self.moving(), torch.cuda.device(self._device):
             target = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            target.copy_(_as_bytes(source), non_blocking=pinned)
+            self._copy_in(target, _as_bytes(source), pinned=pinned)
         with self._lock:
             self._to_device_bytes += nbytes
         return target.untyped_storage()
@@ -165,7 +152,7 @@ class CudaDevice:
         with self.moving(), torch.cuda.device(self._device):
             block = self.allocate(starts[-1])
             for (source, pinned), start, nbytes in zip(sources, starts, sizes, strict=False):
-                block[start : start + nbytes].copy_(_as_bytes(source), non_blocking=pinned)
+                self._copy_in(block[start : start + nbytes], _as_bytes(source), pinned=pinned)
                 copies.append(self.part(block, start, nbytes))
         with self._lock:
             self._to_device_bytes += sum(sizes)
@@ -274,37 +261,14 @@ class CudaDevice:
 
         Touch the memory first: the driver registers present pages ten times as fast.
         """
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        if nbytes > PIN_BYTES_MAX:
-            return False
-        with self._lock:
-            if not nbytes:
-                return True
-            # By us, or by torch itself. The storage's own method warns in some versions of torch.
-            if _as_bytes(storage).is_pinned():
-                self._pinned.setdefault(address, (storage, False))
-                return True
-            error = self._register(storage)
-            if error:
-                log.warning("the host refuses to page-lock %d bytes (CUDA error %d)", nbytes, error)
-                self._drain_errors()
-            return not error
+        return self._pins.pin(storage)
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
         """Undo `pin`, after the copies from it have ended. A second call is a no-op.
 
         Whatever interrupts it, the storage is kept alive for as long as it may be registered.
         """
-        address = storage.data_ptr()
-        with self._lock:
-            _, is_ours = self._pinned.get(address, (storage, False))
-            if is_ours:
-                self.synchronize()
-                error = self._unregister(address)
-                if error:
-                    log.warning("unpinning failed with CUDA error %d; the memory is kept", error)
-                    return
-            self._pinned.pop(address, None)
+        self._pins.unpin(storage)
 
     def moved_bytes(self) -> tuple[int, int]:
         """Return the bytes copied by `upload` and by `download` since the device was made. Read-only."""
@@ -325,44 +289,14 @@ class CudaDevice:
 
     def close(self) -> None:
         """Unpin everything. Caps of the allocator stay. A second call is a no-op."""
-        with self._lock:
-            storages = [storage for storage, _ in self._pinned.values()]
-        for storage in storages:
-            self.unpin(storage)
+        self._staged.close()
+        self._pins.clear()
 
-    def _register(self, storage: torch.UntypedStorage) -> int:
-        """Register and book a storage, both or neither; return the driver's error, 0 for success."""
-        address = storage.data_ptr()
-        try:
-            error = int(_runtime().cudaHostRegister(address, storage.nbytes(), 0))
-            if not error:
-                self._pinned[address] = (storage, True)
-        except BaseException:
-            # An interrupt between the two: what nobody has booked, nobody would ever unregister.
-            self._unregister(address)
-            self._pinned.pop(address, None)
-            raise
-        return error
-
-    def _unregister(self, address: int) -> int:
-        """Unregister what may be registered; return the driver's error, 0 if it is not registered any more."""
-        error = int(_runtime().cudaHostUnregister(address))
-        if error:
-            self._drain_errors()
-        return 0 if error == _NOT_REGISTERED else error
-
-    def _drain_errors(self) -> None:
-        # A failed registration leaves an error behind that torch would report at its next, innocent kernel launch.
-        # torch offers no call that clears it, but a launch of our own reports it, and that clears it.
-        for _ in range(DRAIN_ATTEMPTS_MAX):
-            try:
-                torch.zeros(1, device=self._device)
-                self.synchronize()
-            except torch.OutOfMemoryError:
-                return
-            except RuntimeError:
-                continue
-            return
+    def _copy_in(self, target: torch.Tensor, source: torch.Tensor, *, pinned: bool) -> None:
+        if pinned:
+            target.copy_(source, non_blocking=True)
+        else:
+            self._staged.copy(target, source)
 
 
 def driver_version() -> str:
@@ -376,10 +310,6 @@ def driver_version() -> str:
         return found.group(1)
     interface = getattr(torch._C, "_cuda_getDriverVersion", None)
     return f"cuda {interface()}" if interface is not None else "unknown"
-
-
-def _runtime() -> _CudaRuntime:
-    return cast("_CudaRuntime", torch.cuda.cudart())  # type: ignore[no-untyped-call]
 
 
 def _whole_gib(nbytes: int) -> int:

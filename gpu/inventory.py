@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,8 @@ class Inventory:
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._modules = modules
-        self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._seen: list[tuple[dict[str, Any], tuple[int, ...]]] = []
+        self._values: list[tuple[Any, ...]] = []  # keeps alive what is known by its id
         self.tensors: tuple[torch.Tensor, ...] = ()
         self.refresh()
 
@@ -32,16 +32,17 @@ class Inventory:
         """Look again."""
         modules = tuple(self._modules())
         registries = [getattr(module, name) for module in modules for name in _REGISTRIES]
-        self._seen = [(registry, tuple(registry.values())) for registry in registries]
+        # By identity, which never asks tensors whether they are equal.
+        self._seen = [(registry, tuple(map(id, registry.values()))) for registry in registries]
+        self._values = [tuple(registry.values()) for registry in registries if registry]
         self.tensors = tuple({id(tensor): tensor for module in modules for _, tensor in own_weights(module)}.values())
 
     def is_current(self) -> bool:
         """Whether no weight or child was added, removed or replaced since the last refresh. Read-only."""
-        return all(
-            len(registry) == len(values) and all(map(is_, registry.values(), values))
-            for registry, values in self._seen
-            if registry or values
-        )
+        for registry, ids in self._seen:
+            if len(registry) != len(ids) or (ids and tuple(map(id, registry.values())) != ids):
+                return False
+        return True
 
 
 def own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

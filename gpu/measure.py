@@ -128,6 +128,7 @@ def _give_up(failure: Exception, record: RequestRecord) -> None:
 class _Phase:
     active: tuple[str, ...]
     lingering: str | None
+    whole: tuple[str, ...] = ()
     allocated_peak_bytes: int = 0
     reserved_peak_bytes: int = 0
     spans: list[tuple[Mark, Mark]] = field(default_factory=list)
@@ -145,6 +146,7 @@ class _PhaseRecorder:
         self._device = device
         self._phases: dict[str, _Phase] = {}
         self._active: list[str] = []
+        self._whole: list[str] = []
         self._lingering: str | None = None
         self._started = device.mark(timed=True)
         self._entered: Mark | None = None
@@ -174,10 +176,20 @@ class _PhaseRecorder:
         self._active.remove(component)
         self._lingering = component
 
+    def made_whole(self, component: str) -> None:
+        """Close the phase before a component is brought whole."""
+        self.close()
+        self._whole.append(component)
+
+    def was_whole(self, component: str) -> None:
+        """Close the phase in which it was whole."""
+        self.close()
+        self._whole.remove(component)
+
     def close(self) -> None:
         """Book the span and the peaks since the last boundary."""
         now, memory = self._device.mark(timed=True), self._device.memory()
-        phase = self._phases.setdefault(self._key(), _Phase(*self._who()))
+        phase = self._phases.setdefault(self._key(), _Phase(*self._who(), whole=tuple(sorted(self._whole))))
         phase.allocated_peak_bytes = max(phase.allocated_peak_bytes, memory.allocated_peak_bytes)
         phase.reserved_peak_bytes = max(phase.reserved_peak_bytes, memory.reserved_peak_bytes)
         phase.spans.append((self._started, now))
@@ -201,6 +213,7 @@ class _PhaseRecorder:
             duration_ns=duration_ns,
             wait_ns=min(duration_ns, sum(self._device.elapsed_ns(*wait) for wait in phase.waits)),
             num_occurrences=len(phase.spans),
+            whole=phase.whole,
         )
 
     def _who(self) -> tuple[tuple[str, ...], str | None]:
@@ -209,6 +222,8 @@ class _PhaseRecorder:
 
     def _key(self) -> str:
         active, lingering = self._who()
+        if self._whole:
+            return "+".join([f"whole:{'+'.join(sorted(self._whole))}", *active])
         if active:
             return f"use:{'+'.join(active)}"
         return "before" if lingering is None else f"after:{lingering}"

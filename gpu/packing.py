@@ -8,7 +8,7 @@ import torch
 
 from residency.gpu.cells import Cell, aligned, storage_of_part
 from residency.gpu.file_mapping import file_backed
-from residency.gpu.host_memory import allocate
+from residency.gpu.host_memory import allocate, copy_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,12 +39,21 @@ class Packed:
 
     def holds_all(self, cells: Sequence[Cell]) -> bool:
         """Whether it is the host copy of exactly these cells, in this order. Read-only."""
-        return list(self._starts) == list(cells) and all(cell.host is self._parts.get(cell) for cell in cells)
+        if len(cells) != len(self._starts):
+            return False
+        for cell, packed in zip(cells, self._starts, strict=True):
+            if cell is not packed or cell.host is not self._parts.get(cell):
+                return False
+        return True
 
     def slice_of(self, cell: Cell) -> torch.Tensor:
         """Return the bytes of a cell; shares memory."""
         start = self._starts[cell]
         return self.content[start : start + cell.num_bytes]
+
+    def fill(self, cell: Cell, source: torch.UntypedStorage) -> None:
+        """Copy the bytes of a cell from other host memory."""
+        copy_into(self._storage, source, offset_bytes=self._starts[cell])
 
     def register(self, device: Device) -> None:
         """Page-lock it. Raises MemoryError if the host refuses. A second call is a no-op."""
@@ -85,14 +94,13 @@ def pack(cells: Sequence[Cell], device: Device) -> Packed:
     """Return a packed copy of what the cells hold now. Raises MemoryError."""
     packed = Packed(cells)
     for cell in cells:
-        target = packed.slice_of(cell)
         if not cell.num_bytes:
             continue
         if cell.device is not None and cell.is_changed:
-            device.download(cell.device, into=storage_of_part(target))
+            device.download(cell.device, into=storage_of_part(packed.slice_of(cell)))
         else:
             assert cell.host is not None
-            target.copy_(torch.empty(0, dtype=torch.uint8).set_(cell.host), non_blocking=False)
+            packed.fill(cell, cell.host)
     return packed
 
 

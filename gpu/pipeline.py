@@ -45,6 +45,12 @@ class Observer(Protocol):
     def left(self, component: str) -> None:
         """The component's outermost call has ended."""
 
+    def made_whole(self, component: str) -> None:
+        """All of the component is about to be brought, for a change of its weights."""
+
+    def was_whole(self, component: str) -> None:
+        """The change has been made."""
+
 
 class ManagedPipeline:
     """Modules by name, on one device. Construction moves nothing; weights stay where they are found.
@@ -158,6 +164,29 @@ class ManagedPipeline:
                 self._end(call)
         finally:
             self._end(call)  # Again: an interrupt may have come before or inside the first one.
+
+    @contextmanager
+    def whole(self, name: str) -> Iterator[nn.Module]:
+        """Have a component whole on the device, whatever its placement: to change its weights where they are.
+
+        Yields the module. What was changed in place is kept; other placements follow afterwards. The window is given
+        up meanwhile. A request of its own, or a part of one. Raises UnknownComponent, PipelineBusy,
+        torch.OutOfMemoryError with everything as it was.
+        """
+        component = self.component(name)
+        with self.request():
+            self._evict_idle(but=component)
+            self._streamer.clear()
+            observer = self._observer
+            try:
+                if observer is not None:
+                    observer.made_whole(name)
+                with component.whole():
+                    yield component.module
+            finally:
+                if observer is not None:
+                    observer.was_whole(name)
+                self._streamer.refill()
 
     def exclusive(self, holder: str, timeout_s: float) -> AbstractContextManager[None]:
         """Enter around a round: nobody else gets in, requests of this thread do. Raises PipelineBusy."""

@@ -23,10 +23,12 @@ class RequestKind(Enum):
 class PhaseRecord:
     """One memory phase of a request; phases with one key are merged (peaks: max, durations: sum).
 
-    key: 'use:NAMES' while components run, 'after:NAME' between uses, 'before' until the first use.
+    key: 'use:NAMES' while components run, 'whole:NAMES' while some are whole on the device for a change of their
+    weights, 'after:NAME' between uses, 'before' until the first use.
     active: components that run. lingering: the one used last, if none runs.
     num_occurrences: how many intervals were merged. Durations are in ns of the device's clock.
-    wait_ns: of the duration, how long computing waited for weights.
+    wait_ns: of the duration, how long computing waited for weights. whole: components that were whole on the device,
+    whatever their placement, and the window with them not there at all.
     """
 
     key: str
@@ -37,6 +39,7 @@ class PhaseRecord:
     duration_ns: int
     num_occurrences: int
     wait_ns: int = 0
+    whole: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

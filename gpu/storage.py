@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from residency.gpu.cells import Cell, aligned, bookkeeping, weight_of
+from residency.gpu.cells import Cell, Weight, aligned, bookkeeping, weight_of
 from residency.gpu.inventory import Inventory, storage_key
 from residency.gpu.packing import Packed, file_backed_cells, pack
 
@@ -39,6 +39,8 @@ class HostStore:
         self._device = device
         self._inventory = Inventory(modules)
         self._cells: list[Cell] = []
+        self._weights: list[Weight] = []  # of all cells
+        self._packed_bytes = 0
         self._is_stale = True
         self._packed: Packed | None = None
         self._fetched: list[int] | None = None  # Versions of the weights when their copy to the window was asked for.
@@ -55,7 +57,7 @@ class HostStore:
     @property
     def packed_bytes(self) -> int:
         """Bytes of one block that holds all of them, each aligned."""
-        return sum(aligned(cell.num_bytes) for cell in self._cells)
+        return self._packed_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -112,7 +114,8 @@ class HostStore:
         The block has `packed_bytes`. A host copy that is packed whole is one copy. Nothing is moved.
         """
         self._fetched = None
-        self.adopt()
+        if self._is_stale or self._is_rebound():
+            self.adopt()  # What was added or replaced is looked for by `bind`.
         with bookkeeping(self._device):
             found: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
             packed = self._packed
@@ -120,7 +123,7 @@ class HostStore:
                 found.append((block[: packed.num_bytes], packed.content, packed.is_pinned))
             else:
                 found += _cell_copies(self._cells, block)
-            self._fetched = [weight.tensor._version for cell in self._cells for weight in cell.weights]
+            self._fetched = [weight.tensor._version for weight in self._weights]
         return found
 
     def bind(self, block: torch.Tensor) -> bool:
@@ -128,7 +131,7 @@ class HostStore:
         fetched, self._fetched = self._fetched, None
         if fetched is None or self._has_drifted() or not self.is_idle:
             return False
-        if fetched != [weight.tensor._version for cell in self._cells for weight in cell.weights]:
+        if fetched != [weight.tensor._version for weight in self._weights]:
             return False
         with bookkeeping(self._device):
             self.is_idle = False
@@ -149,9 +152,11 @@ class HostStore:
 
     def offload(self) -> None:
         """Bind every weight to its host copy and drop the device's; only changed weights are copied back."""
-        if self.is_idle and not self._has_drifted():
-            return
-        self.adopt()
+        # What was bound is bound back; what was added or replaced meanwhile is looked for before the next move.
+        if self._is_stale or self._is_rebound() or not self.on_device:
+            if self.is_idle and not self._has_drifted():
+                return
+            self.adopt()
         with bookkeeping(self._device):
             self.on_device = False
             for cell in self._cells:
@@ -255,11 +260,11 @@ class HostStore:
         return self._is_stale or not self._inventory.is_current() or self._is_rebound()
 
     def _is_rebound(self) -> bool:
-        return any(
-            weight.tensor.data_ptr() not in (weight.host_pointer, weight.device_pointer)
-            for cell in self._cells
-            for weight in cell.weights
-        )
+        for weight in self._weights:
+            pointer = weight.tensor.data_ptr()
+            if pointer != weight.host_pointer and pointer != weight.device_pointer:
+                return True
+        return False
 
     def _scan(self) -> None:
         """Sort the tensors of the inventory into cells, keeping every cell whose storage is still in use."""
@@ -276,6 +281,8 @@ class HostStore:
             # A tensor that is new on a device storage counts as changed.
             cell.weights = [weight_of(tensor, cell, version=versions.get(id(tensor), -1)) for tensor in tensors]
         self._cells = list(members)
+        self._weights = [weight for cell in members for weight in cell.weights]
+        self._packed_bytes = sum(aligned(cell.num_bytes) for cell in members)
         if self._packed is not None and not any(cell.host in self._packed for cell in self._cells):
             self._packed.unregister(self._device)
             self._packed = None

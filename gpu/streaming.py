@@ -125,6 +125,11 @@ class Streamer:
 
     def release(self) -> None:
         """Let go of the window and everything in it. Only while no layer runs."""
+        self.clear()
+        self._forecast.forget()
+
+    def clear(self) -> None:
+        """Let go of the window and everything in it, until `refill`; what is expected is not forgotten."""
         for layer in list(self._loaded):
             layer.store.offload()
             self._give_back(layer)
@@ -134,7 +139,13 @@ class Streamer:
         if self._window is not None:
             self.device.synchronize()  # A copy in flight would write into memory that is somebody else's by then.
             self._window = None
-        self._forecast.forget()
+
+    def refill(self) -> None:
+        """Have the window, and in it what is used next, as far as there is memory."""
+        if self._window is None and self._wanted_bytes:
+            self._window = Window(self.device, num_bytes=self._wanted_bytes, yields=self._yields.values())
+        self._grow()
+        self._run_ahead()
 
     def begin(self) -> None:
         """A request begins."""
@@ -142,10 +153,7 @@ class Streamer:
             return  # What is queued here would become part of the graph.
         self._forecast.begin()
         self._yielding.clear()
-        if self._window is None and self._wanted_bytes:
-            self._window = Window(self.device, num_bytes=self._wanted_bytes, yields=self._yields.values())
-        self._grow()
-        self._run_ahead()
+        self.refill()
 
     def end(self) -> None:
         """The request has ended, however: everything that it used is free, and the next one is prepared."""

@@ -117,13 +117,15 @@ class Window:
     def take(self, num_bytes: int, *, yielded: int, is_held: bool) -> Room | None:
         """Return a room in a block that stays while so much is yielded, or None if there is none.
 
-        What is held lies where little stays, and at the far end: streamed layers come and go at the near one.
+        What is held lies where little stays, and at the far end: streamed layers come and go at the near one. Of the
+        gaps of one block the smallest that will do is taken, so that large layers find room beside small ones.
         """
         usable = [one for one in self._segments if one.block is not None and one.stays_for(yielded)]
         for segment in reversed(usable) if is_held else usable:
-            for gap in reversed(segment.gaps) if is_held else segment.gaps:
-                if gap.end - gap.start >= num_bytes:
-                    return _cut(segment, gap, num_bytes, from_end=is_held)
+            gaps = [gap for gap in segment.gaps if gap.end - gap.start >= num_bytes]
+            if gaps:
+                best = min(reversed(gaps) if is_held else gaps, key=lambda gap: gap.end - gap.start)
+                return _cut(segment, best, num_bytes, from_end=is_held)
         return None
 
     def give(self, room: Room, *, after: Sequence[Mark]) -> None:

@@ -48,7 +48,7 @@ def doctor(*, journal: str | None, as_json: bool) -> int:
 @click.command()
 @click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
 @click.option("--vram", metavar="SIZE", help="Cap of device memory, with its unit: 24GiB.")
-@click.option("--pipeline", type=click.Choice(("small", "flux")), default="small", show_default=True)
+@click.option("--pipeline", type=click.Choice(("small", "flux", "small-wan", "wan")), default="small", show_default=True)
 @click.option("--crash-at", type=click.Choice(CRASH_POINTS), help="Kill the process with SIGKILL in that state.")
 @journal_option
 @json_option

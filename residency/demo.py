@@ -22,7 +22,7 @@ from residency.settings import allocator_settings, parse_size
 from residency.statemachine.states import State
 
 if TYPE_CHECKING:
-    from residency.demo_pipeline import DemoSize
+    from residency.demo_size import DemoSize
     from residency.manager import Manager
     from residency.report import Report
 
@@ -103,8 +103,7 @@ def _run(device: str, vram: str | None, journal: str | None, crash_at: str | Non
         name="demo",
         vram=cap,
         device=device,
-        # The weights are drawn from a seed, so that this is their content's identity.
-        identity=dict.fromkeys(ours.COMPONENTS, f"{size.name}, seed {ours.SEED_WEIGHTS}"),
+        identity=ours.identity(size),
         policy=size.policy,
         observer=crash,
     )

@@ -14,13 +14,14 @@ import msgspec
 KILLED = -9
 # Each start imports torch and diffusers, builds, and runs a dozen small requests; a hang must not last for ever.
 START_S_MAX = 600
+PIPELINES = ("small", "flux", "small-wan", "wan")
 
 
 @click.command()
 @click.option("--journal", type=click.Path(path_type=Path), required=True, help="A journal of the story's own.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--vram", help="Memory cap with its unit; a fitting default.")
-@click.option("--pipeline", type=click.Choice(["small", "flux"]), default="small", show_default=True)
+@click.option("--pipeline", type=click.Choice(PIPELINES), default="small", show_default=True)
 def main(journal: Path, device: str, vram: str | None, pipeline: str) -> None:
     """Tell the story in three starts on a fresh journal; exit 0 only if the third restored what the first committed."""
     _start_afresh(journal)

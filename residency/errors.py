@@ -13,9 +13,11 @@ ResidencyError                      exit code of a worker that ends with it
 |   `-- JournalCorrupt              5   unreadable, or not a journal of ours
 |-- TransitionRefused               1   the state machine refuses the trigger
 |-- PipelineBusy                    1   requests in flight outlasted the wait
+|-- CaptureRefused                  1   a component that moves is run while a CUDA graph is captured
 |-- StaleRequest                    1   a control request about another epoch or an older round
 |-- EffectFailed                    1   a GPU effect did not apply; everything was undone
 |-- RollbackFailed                  70  the placement is unknown; the process must exit
+|-- ProcessPoisoned                 71  this process can never use the device again; it must exit
 |-- PlacementInfeasible             72  no placement fits, or the cap is too small
 `-- WarmupFailed                    1   the worker's warmup raised, or returned nothing
 """
@@ -178,6 +180,17 @@ class PipelineBusy(ResidencyError):
         )
 
 
+class CaptureRefused(ResidencyError):
+    """Raised when a component whose weights come and go is run while a CUDA graph is being captured."""
+
+    def __init__(self, *, component: str) -> None:
+        super().__init__(
+            f"component {component!r} is run under CUDA graph capture, but its weights come and go: a replay would "
+            "read addresses that hold something else by then; capture it while it is resident, or do not capture it",
+            component=component,
+        )
+
+
 class StaleRequest(ResidencyError):
     """Raised when a control request speaks of another epoch or of an older round."""
 
@@ -215,6 +228,23 @@ class RollbackFailed(ResidencyError):
             "end this process, the next start recovers from the journal",
             round_number=round_number,
             problems=problems,
+        )
+
+
+class ProcessPoisoned(ResidencyError):
+    """Raised when this process can never use the device again; nothing was moved back, and it must exit.
+
+    round_number: 0 outside of rounds. problem: what the device, or the allocator, said.
+    """
+
+    exit_code = 71
+
+    def __init__(self, *, round_number: int, problem: str) -> None:
+        super().__init__(
+            f"{f'round {round_number}: ' if round_number else ''}the device is lost to this process ({problem}), and "
+            "nothing was moved back; end this process, the next start takes the last safe placement",
+            round_number=round_number,
+            problem=problem,
         )
 
 

@@ -232,3 +232,58 @@ def test_several_uploads_that_do_not_fit_leave_nothing(device: Device) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         device.upload_all([(half, False), (half, False)])
     assert device.memory().allocated_bytes == before
+
+
+def test_a_part_of_a_block_is_device_memory_of_its_own_size_that_is_counted_once(device: Device) -> None:
+    before = device.memory().allocated_bytes
+    block = device.allocate(2 * MIB)
+    taken = device.memory().allocated_bytes
+    part = device.part(block, 512, 1000)
+    assert (part.nbytes(), part.data_ptr() - block.data_ptr()) == (1000, 512)
+    assert device.holds(part) and device.part(block, 0, 0).nbytes() == 0
+    assert device.memory().allocated_bytes == taken >= before + 2 * MIB
+    del block
+    assert device.memory().allocated_bytes == taken  # The part keeps it alive.
+    del part
+    assert device.memory().allocated_bytes == before
+
+
+def test_a_block_that_does_not_fit_leaves_nothing(device: Device) -> None:
+    device.limit(64 * MIB)
+    before = device.memory().allocated_bytes
+    with pytest.raises(torch.OutOfMemoryError):
+        device.allocate(80 * MIB)
+    assert device.memory().allocated_bytes == before
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_copies_ahead_end_before_what_waits_for_them(device: Device, pinned: bool) -> None:
+    sources = [host_bytes(4 * MIB, seed=seed) for seed in range(3)]
+    for source in sources if pinned else []:
+        assert device.pin(source)
+    block = device.allocate(4 * MIB)
+    seen = []
+    free = device.mark()
+    for source in sources:
+        # One block for all: the next copy into it may not begin before this one was read.
+        ready = device.copy_ahead([(block, as_tensor(source), pinned)], after=[free])
+        device.wait_for(ready)
+        with device.running():
+            seen.append(block.to(torch.int32))
+        free = device.mark()
+    device.synchronize()
+    for source, found in zip(sources, seen, strict=True):
+        assert torch.equal(found.cpu(), as_tensor(source).to(torch.int32))
+        device.unpin(source)
+    assert device.moved_bytes() == (3 * 4 * MIB, 0)
+
+
+def test_marks_of_one_queue_are_in_order_and_time_passes_between_them(device: Device) -> None:
+    first = device.mark(timed=True)
+    with device.running():
+        torch.ones(MIB, device=device.torch_device).sum()
+    second = device.mark(timed=True)
+    device.synchronize()
+    assert first.queue == second.queue and first.order < second.order
+    assert device.elapsed_ns(first, second) > 0
+    assert not device.is_capturing()

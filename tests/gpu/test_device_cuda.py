@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from residency.gpu import cuda
+from residency.gpu import cuda, cuda_pins
 from residency.gpu.cuda import CudaDevice, driver_version
 from residency.gpu.host_memory import allocate
 from residency.gpu.storage import HostStore
@@ -71,9 +72,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.fixture
 def driver(memory: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    monkeypatch.setattr(cuda, "_runtime", lambda: driver)
+    monkeypatch.setattr(cuda_pins, "_runtime", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", driver.synchronize)
-    monkeypatch.setattr(CudaDevice, "_drain_errors", lambda device: None)  # It launches a kernel.
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda_pins.CudaPins, "_drain_errors", lambda device: None)  # It launches a kernel.
     return driver
 
 
@@ -257,10 +259,10 @@ def test_a_storage_too_large_for_one_registration_stays_pageable(
 def test_a_refused_pin_leaves_no_error_behind(device: CudaDevice) -> None:
     storage = touched(3 * 4096)
     # The driver refuses to register a page twice.
-    assert int(cuda._runtime().cudaHostRegister(storage.data_ptr() + 4096, 4096, 0)) == 0
+    assert int(cuda_pins._runtime().cudaHostRegister(storage.data_ptr() + 4096, 4096, 0)) == 0
     assert not device.pin(storage)
     assert torch.ones(8, device=device.torch_device).sum().item() == 8.0
-    assert int(cuda._runtime().cudaHostUnregister(storage.data_ptr() + 4096)) == 0
+    assert int(cuda_pins._runtime().cudaHostUnregister(storage.data_ptr() + 4096)) == 0
     assert device.pin(storage)
     device.unpin(storage)
 

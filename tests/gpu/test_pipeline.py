@@ -37,6 +37,12 @@ class Watcher:
     def loaded(self, component: str) -> None:
         pass
 
+    def made_whole(self, component: str) -> None:
+        pass
+
+    def was_whole(self, component: str) -> None:
+        pass
+
     def left(self, component: str) -> None:
         self.events.append(("left", component, self._pipeline.device.memory().allocated_bytes))
 

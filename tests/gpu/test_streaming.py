@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from residency.gpu.clock import ModelledSpeeds
 from residency.gpu.emulated import EmulatedDevice
+from residency.gpu.measure import measure_request
 from residency.gpu.pipeline import ManagedPipeline
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
+from residency.gpu.records import RequestKind
 from residency.gpu.specs import window_bytes
+from residency.gpu.workload import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -301,6 +304,62 @@ def test_moving_a_component_lets_go_of_the_window_and_detach_of_everything(make:
     bench.pipeline.detach()
     assert (bench.pipeline.window_bytes, bench.pipeline.num_hooks) == (0, 0)
     assert torch.equal(bench.compute(), bench.expected)
+
+
+PLACED = [
+    layerwise(resident=(1,), held=(2,), window=4 * BLOCK_BYTES),
+    ComponentPlacement(mode=Mode.COMPONENT_OFFLOAD, tier=HostTier.PINNED),
+    RESIDENT,
+]
+
+
+@pytest.mark.parametrize("placement", PLACED)
+def test_a_change_of_weights_on_the_device_is_kept_in_every_mode(
+    make: Callable[..., Bench], placement: ComponentPlacement
+) -> None:
+    bench = make(a=layerwise(), b=placement)
+    bench.request()
+    host_bytes = bench.pipeline.component("b").host_bytes
+    with bench.pipeline.whole("b") as module, torch.no_grad():
+        weights = [*module.parameters(), *module.buffers()]
+        assert all(bench.device.holds(weight.untyped_storage()) for weight in weights)
+        assert bench.pipeline.window_bytes == 0
+        for block in bench.nets["b"].blocks:
+            block.linear.weight.mul_(0.5)
+    assert bench.pipeline.component("b").host_bytes == host_bytes
+    bench.expected = _reference(bench)
+    bench.request()
+    bench.request()
+    back = bench.device.moved_bytes()[1]
+    bench.request()
+    assert bench.device.moved_bytes()[1] == back
+
+
+def test_a_change_of_weights_within_a_request_is_a_memory_phase_of_its_own(make: Callable[..., Bench]) -> None:
+    bench = make(a=layerwise(), b=layerwise())
+
+    def request() -> torch.Tensor:
+        with bench.pipeline.whole("b"), torch.no_grad():
+            bench.nets["b"].blocks[0].linear.weight.add_(0)
+        return bench.compute()
+
+    workload = Workload(width=8, height=8, frames=1, steps=3, batch=1)
+    record, _ = measure_request(bench.pipeline, request, kind=RequestKind.BASELINE, workload=workload, target_steps=3)
+    phase = next(phase for phase in record.phases if phase.whole)
+    assert (phase.key, phase.whole, phase.active) == ("whole:b", ("b",), ())
+    specs = {spec.name: spec for spec in bench.pipeline.specs}
+    assert phase.allocated_peak_bytes >= specs["b"].total_bytes + specs["a"].outside_bytes
+    assert sum(phase.duration_ns for phase in record.phases) <= record.duration_ns
+
+
+def test_what_does_not_fit_whole_is_out_of_memory_and_nothing_is_lost(make: Callable[..., Bench]) -> None:
+    bench = make(a=layerwise(), b=layerwise(slots=2))
+    bench.request()
+    bench.device.limit(bench.device.memory().allocated_bytes)
+    with pytest.raises(torch.OutOfMemoryError), bench.pipeline.whole("b"):
+        raise AssertionError
+    bench.device.limit(2**24)
+    bench.request()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

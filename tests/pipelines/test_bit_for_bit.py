@@ -14,6 +14,7 @@ from residency.gpu.adapters import components_of
 from residency.gpu.measure import measure_request
 from residency.gpu.pipeline import ManagedPipeline
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
+from residency.gpu.poison import find_poison
 from residency.gpu.records import RequestKind
 from residency.gpu.workload import Workload
 
@@ -99,7 +100,7 @@ def test_a_transaction_over_all_components_and_its_undo_keep_the_bits(subject: A
         managed,
     )
     effects = [PlaceComponent(managed, spec) for spec in specs]
-    transaction = Transaction(effects, on_intent=lambda *_: None, on_outcome=lambda *_: None)
+    transaction = Transaction(effects, on_intent=lambda *_: None, on_outcome=lambda *_: None, find_poison=find_poison)
     before = managed.placement
     transaction.apply()
     assert managed.placement != before
