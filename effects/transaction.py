@@ -1,4 +1,4 @@
-"""All effects of a round, or none: what was applied is undone in reverse as soon as anything goes wrong."""
+"""All effects of a round, or none: what was applied is undone in reverse, unless the device itself is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from residency.effects.spec import EffectSpec
-from residency.errors import EffectFailed, RollbackFailed, describe
+from residency.errors import EffectFailed, ProcessPoisoned, RollbackFailed, describe
 
 if TYPE_CHECKING:
     from residency.effects.effect import Effect
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # (what, is it an undo) just before; (what, "applied" | "failed" | "undone", error or None, ns) just after.
 OnIntent = Callable[[EffectSpec, bool], None]
 OnOutcome = Callable[[EffectSpec, str, BaseException | None, int], None]
+# What lost the device to this process, judged by an exception, in one line; None if it was not.
+FindPoison = Callable[[BaseException], str | None]
 
 # An interrupt can cut an undo short, and a second one the second attempt; a third is no accident.
 UNDO_ATTEMPTS_MAX = 3
@@ -22,6 +24,9 @@ UNDO_ATTEMPTS_MAX = 3
 
 class Transaction:
     """Applies effects in order, telling of each before and after. For one round, on one thread.
+
+    Once an exception says, by `find_poison`, that the device is lost, nothing is applied, undone or told any more: on a
+    broken context an undo can only do harm, and where its component is nobody knows, so its intent stays in doubt.
 
     untold: what callbacks raised while effects were being undone, which nothing may stop.
     """
@@ -32,20 +37,27 @@ class Transaction:
         *,
         on_intent: OnIntent,
         on_outcome: OnOutcome,
+        find_poison: FindPoison,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._effects = tuple(effects)
-        self._on_intent, self._on_outcome = on_intent, on_outcome
+        self._on_intent, self._on_outcome, self._find_poison = on_intent, on_outcome, find_poison
         self._clock_ns = clock_ns
         self._started: list[Effect] = []
         self._applied: set[int] = set()
         self.untold: list[BaseException] = []
 
+    @property
+    def num_effects(self) -> int:
+        """How many effects there are to apply."""
+        return len(self._effects)
+
     def apply(self) -> None:
         """Check every effect, then apply each between its intent and its outcome.
 
         On any exception, also one of the callbacks, everything is undone. Then raises EffectFailed from the cause;
-        what is no Exception (an interrupt, an exit) as it is; RollbackFailed if something could not be undone.
+        what is no Exception (an interrupt, an exit) as it is; RollbackFailed if something could not be undone. If the
+        device is lost, nothing is undone, and it raises ProcessPoisoned.
         """
         current: EffectSpec | None = None
         try:
@@ -56,6 +68,7 @@ class Transaction:
                 current = effect.spec
                 self._apply(effect)
         except BaseException as error:
+            self._stop_if_poisoned(error)
             self.revert()
             if current is None or not isinstance(error, Exception):
                 raise
@@ -66,7 +79,8 @@ class Transaction:
     def revert(self) -> None:
         """Undo in reverse what was applied; a second call is a no-op. Callbacks that raise are passed over.
 
-        Every undo is attempted. Raises RollbackFailed with all problems; then an interrupt that came meanwhile.
+        Every undo is attempted, unless one finds the device lost, which raises ProcessPoisoned. Raises RollbackFailed
+        with all problems; then an interrupt that came meanwhile.
         """
         problems: list[str] = []
         interrupts: list[BaseException] = []
@@ -92,6 +106,7 @@ class Transaction:
             effect.apply()
             self._applied.add(id(effect))
         except BaseException as error:
+            self._stop_if_poisoned(error)
             spent_ns, failure = self._clock_ns() - started_ns, error
             self._tell(lambda: self._on_outcome(effect.spec, "failed", failure, spent_ns))
             raise
@@ -104,11 +119,22 @@ class Transaction:
             interrupts += self._tell(lambda: self._on_intent(effect.spec, True))
         started_ns = self._clock_ns()
         problem = _revert(effect, interrupts)
+        if problem is not None:
+            self._stop_if_poisoned(problem)
         spent_ns = self._clock_ns() - started_ns
         if is_told:
             result = "undone" if problem is None else "failed"
             interrupts += self._tell(lambda: self._on_outcome(effect.spec, result, problem, spent_ns))
         return problem
+
+    def _stop_if_poisoned(self, error: BaseException) -> None:
+        """Raise ProcessPoisoned if an exception says that the device is lost, and leave everything as it is."""
+        if isinstance(error, ProcessPoisoned):
+            raise error
+        problem = self._find_poison(error)
+        if problem is not None:
+            self._started.clear()  # for good: `revert` finds nothing to undo
+            raise ProcessPoisoned(round_number=0, problem=problem) from error
 
     def _tell(self, callback: Callable[[], None]) -> list[BaseException]:
         """Call back; keep what it raises, and return it if it is an interrupt."""

@@ -13,6 +13,7 @@ from residency.gpu.inventory import named_weights, storage_bytes, weights_digest
 from residency.gpu.layers import find_layer_groups, modules_outside
 from residency.gpu.pinning import pin_all
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
+from residency.gpu.poison import is_poisoning
 from residency.gpu.specs import ComponentSpec, LayerGroupSpec, window_of
 from residency.gpu.storage import HostStore
 from residency.gpu.streaming import Layer, Streamer
@@ -134,7 +135,9 @@ class ManagedComponent:
         try:
             self._settle(target)
             self.placement = target
-        except BaseException:
+        except BaseException as error:
+            if is_poisoning(error):
+                raise  # Nothing can be moved back on a broken context.
             self._settle(self.placement)
             self._is_settled = True
             raise

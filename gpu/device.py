@@ -139,7 +139,7 @@ class Device(Protocol):
         ...
 
     def guard(self) -> None:
-        """Let kernels on host weights fail on this thread, and on later ones, outside `running`. No-op on CUDA."""
+        """Let kernels on host weights fail on every thread, outside `running`, too. No-op on CUDA, where they do."""
         ...
 
     def moving(self) -> AbstractContextManager[None]:
@@ -170,5 +170,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower()
-    markers = ("out of memory", "cublas_status_alloc_failed", "cudnn_status_alloc_failed")
+    # The last one is an out of memory whose text could not be written, because NVML was asked in vain.
+    markers = ("out of memory", "cublas_status_alloc_failed", "cudnn_status_alloc_failed", "nvml_success == ")
     return isinstance(error, RuntimeError) and any(marker in text for marker in markers)

@@ -16,6 +16,7 @@ from residency.gpu.hazards import Hazard, find_hazards, is_untouchable
 from residency.gpu.hooks import Call, MethodHook, attempt_all
 from residency.gpu.inventory import named_weights, own_weights
 from residency.gpu.placement import ComponentPlacement, Mode, Placement
+from residency.gpu.poison import is_poisoning
 from residency.gpu.streaming import Streamer
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class ManagedPipeline:
         self.device = device
         self.request_wait_s = REQUEST_WAIT_S
         self.before_request: Callable[[], None] | None = None
+        self.on_lost: Callable[[RuntimeError], None] | None = None  # told of an error that lost the device
         self._observer: Observer | None = None
         self.hazards: tuple[Hazard, ...] = find_hazards(modules, device=device.torch_device)
         reasons = {hazard.component: hazard.text for hazard in reversed(self.hazards) if hazard.fixes}
@@ -162,6 +164,10 @@ class ManagedPipeline:
                 yield
             finally:
                 self._end(call)
+        except RuntimeError as error:
+            if self.on_lost is not None and is_poisoning(error):
+                self.on_lost(error)
+            raise
         finally:
             self._end(call)  # Again: an interrupt may have come before or inside the first one.
 

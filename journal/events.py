@@ -22,6 +22,7 @@ class EventType(Enum):
     EFFECT_INTENT = "effect.intent"  # before an effect
     EFFECT_OUTCOME = "effect.outcome"  # after it: applied, failed, undone or lost
     ROLLBACK_FAILED = "rollback.failed"  # where the weights are is unknown
+    POISONED = "poisoned"  # the device is lost to this process; nothing was moved back
     RECOVERED = "recovered"  # an earlier epoch's open round was closed
     CONTROL = "control"  # a control request and its outcome
     SERVING = "serving"  # the worker is ready, under which placement

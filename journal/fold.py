@@ -26,7 +26,8 @@ _SERVING = EventType.SERVING.value
 _STOPPED = EventType.STOPPED.value
 _RECOVERED = EventType.RECOVERED.value
 _ROLLBACK_FAILED = EventType.ROLLBACK_FAILED.value
-_KEPT = frozenset({_STARTED, _PINNED, _GATED, _SERVING, _STOPPED, _RECOVERED, _ROLLBACK_FAILED})
+_POISONED = EventType.POISONED.value
+_KEPT = frozenset({_STARTED, _PINNED, _GATED, _SERVING, _STOPPED, _RECOVERED, _ROLLBACK_FAILED, _POISONED})
 _ENDS = frozenset({_STOPPED, _RECOVERED})
 _LOST = "lost"  # the result that a later start gives to an effect in doubt
 
@@ -174,6 +175,7 @@ class _Epoch:
     # The last payload of every type in _KEPT.
     kept: dict[str, Payload] = field(default_factory=dict)
     serving_at: int | None = None
+    poisoned_at: int | None = None
     rounds: dict[int, _Round] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
@@ -238,6 +240,8 @@ class _Epoch:
             self.placement = _text(content.get("initial_placement"))
         elif event.type == _SERVING:
             self.serving_at = event.recorded_at
+        elif event.type == _POISONED:
+            self.poisoned_at = event.recorded_at
         elif event.type in _ENDS:
             self._end_rounds(event)
 
@@ -268,6 +272,8 @@ class _Epoch:
             stopped=self.kept.get(_STOPPED),
             recovered=self.kept.get(_RECOVERED),
             rollback_failed=self.kept.get(_ROLLBACK_FAILED),
+            poisoned=self.kept.get(_POISONED),
+            poisoned_at=self.poisoned_at,
             rounds=tuple(one.view() for one in self.rounds.values()),
             first_position=self.first_position,
             last_position=self.last_position,

@@ -75,7 +75,7 @@ class EpochView:
 
     state: of its machine. round: the round it is in or ended in. placement: digest of the one in force.
     moving: whether effects of an unsettled round may have changed it. started: payload of epoch.started.
-    pinned, gated, serving, stopped, recovered, rollback_failed: payloads of those events, None without one.
+    pinned, gated, serving, stopped, recovered, rollback_failed, poisoned: payloads of those events, None without one.
     """
 
     epoch: str
@@ -99,6 +99,8 @@ class EpochView:
     rounds: tuple[RoundView, ...]
     first_position: int
     last_position: int
+    poisoned: Mapping[str, Any] | None = None
+    poisoned_at: int | None = None
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:

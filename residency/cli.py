@@ -28,6 +28,7 @@ Exit codes:
   141  the reader of a pipe went away
 A worker ends with
   70   a rollback failed, where the weights are is unknown
+  71   the device is lost to the process: a sticky CUDA error, or a broken allocator
   72   no placement fits under the cap
 """
 

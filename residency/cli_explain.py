@@ -98,7 +98,9 @@ def _latest_start(view: StreamView) -> list[str]:
 
 
 def _closed(epoch: EpochView) -> str:
-    """Return why a life ran no round, '' if nothing says so."""
+    """Return why a life made no plan, '' if nothing says so."""
+    if epoch.poisoned is not None:
+        return f"the device was lost to it: {epoch.poisoned.get('problem')}"
     reason = epoch.gated or epoch.pinned or {}
     return " ".join(str(reason[name]) for name in ("reason", "detail", "by", "value") if reason.get(name))
 
@@ -161,6 +163,8 @@ def _lines(
         lines.append(source)
     if death := death_in(epoch, one):
         lines.append(f"its worker died in it: the recovery blames {death.blames}: {death.why}")
+    elif epoch.poisoned is not None and not is_settled(one):
+        lines.append(f"its worker lost the device in it and had to end: {NEXT_START}")
     elif not is_settled(one) and not epoch.ended:
         lines.append(f"it is in flight, or its worker died in it: then {NEXT_START}")
     lines += [f"the worker had changed since the epoch before: {change_text(part)}" for part in different]

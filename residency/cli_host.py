@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXTRA = frozenset({"diffusers", "transformers", "accelerate"})  # what pip installs with the extra `diffusers`
 INSTALL_EXTRA = "pip install 'residency[diffusers]'"
+PIPELINES = ("small", "flux", "small-wan", "wan")
 CRASH_POINTS = ("measuring", "planned", "applied", "validating")
 
 
@@ -48,7 +49,9 @@ def doctor(*, journal: str | None, as_json: bool) -> int:
 @click.command()
 @click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
 @click.option("--vram", metavar="SIZE", help="Cap of device memory, with its unit: 24GiB.")
-@click.option("--pipeline", type=click.Choice(("small", "flux", "small-wan", "wan")), default="small", show_default=True)
+@click.option(
+    "--pipeline", type=click.Choice(("small", "flux", "small-wan", "wan")), default="small", show_default=True
+)
 @click.option("--crash-at", type=click.Choice(CRASH_POINTS), help="Kill the process with SIGKILL in that state.")
 @journal_option
 @json_option

@@ -136,5 +136,7 @@ def _other(kind: str, data: dict[str, Any]) -> str:
         return f"round {data.get('round')} was {data.get('state')}; blames {death.get('blames')}: {death.get('why')}"
     if kind == "serving":
         return f"{data.get('decision')}, placement {short(data.get('placement'))}"
+    if kind == "poisoned":
+        return f"the device is lost while {data.get('state')}; nothing is moved back: {data.get('problem')}"
     texts = [data.get(name) for name in ("reason", "detail", "by", "value", "signal", "problems")]
     return " ".join(str(text) for text in texts if text)

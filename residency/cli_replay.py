@@ -67,10 +67,13 @@ def _row(epoch: EpochView) -> tuple[str, ...]:
 
 
 def _ended(epoch: EpochView) -> str:
-    if epoch.stopped is not None:
-        return f"stopped ({epoch.stopped.get('signal') or epoch.stopped.get('reason')})"
+    # Before how it ended after that: a worker that must end for it may do so in an orderly way.
+    if epoch.poisoned is not None:
+        return "device lost"
     if epoch.rollback_failed is not None:
         return "rollback failed"
+    if epoch.stopped is not None:
+        return f"stopped ({epoch.stopped.get('signal') or epoch.stopped.get('reason')})"
     return "died" if epoch.recovered is not None else "no"
 
 
@@ -90,6 +93,7 @@ def _epoch_object(epoch: EpochView) -> dict[str, Any]:
         "stopped": epoch.stopped,
         "recovered": epoch.recovered,
         "rollback_failed": epoch.rollback_failed,
+        "poisoned": epoch.poisoned,
         "rounds": [round_object(one) for one in epoch.rounds],
         "first_position": epoch.first_position,
         "last_position": epoch.last_position,

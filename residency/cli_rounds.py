@@ -76,6 +76,8 @@ def ending_text(epoch: EpochView, one: RoundView) -> str:
     """Return how a round ended: its verdict, or whom its worker's death blames; '-' while neither is known."""
     if death := death_in(epoch, one):
         return f"died: blames {death.blames}: {death.why}"
+    if epoch.poisoned is not None and one.number == epoch.round and not is_settled(one):
+        return f"the device was lost in it, and nothing moved back: {epoch.poisoned.get('problem')}"
     if epoch.stopped is not None and not is_settled(one):
         return f"stopped in it ({epoch.stopped.get('signal') or epoch.stopped.get('reason')})"
     return _verdict_text(one)

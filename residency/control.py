@@ -15,6 +15,7 @@ from residency.errors import (
     JournalError,
     PipelineBusy,
     PlacementInfeasible,
+    ProcessPoisoned,
     RollbackFailed,
     SettingsError,
     StaleRequest,
@@ -43,6 +44,7 @@ class Outcome(Enum):
     """How a request ended. The value is the answer's spelling."""
 
     ROLLBACK_FAILED = "rollback-failed"
+    POISONED = "poisoned"
     REFUSED = "refused"
     ROLLED_BACK = "rolled-back"
     COMMITTED = "committed"
@@ -78,7 +80,7 @@ class Control:
     def handle(self, request: Mapping[str, Any], *, ready: bool, decision: str | None) -> dict[str, Any]:
         """Serve one request and return its outcome as JSON values. Blocks while a round runs, except for status.
 
-        Raises SettingsError for what is no request, RollbackFailed after journaling it.
+        Raises SettingsError for what is no request, RollbackFailed and ProcessPoisoned after journaling them.
         """
         asked = _read(request)
         if asked.verb is Verb.STATUS:
@@ -105,8 +107,9 @@ class Control:
             return self._answer(asked, Outcome.REFUSED, f"{word}: {error}")
         except (EffectFailed, JournalError, PlacementInfeasible) as error:
             outcome, reason = Outcome.REFUSED, str(error)
-        except RollbackFailed as error:
-            self._keep(asked, self._answer(asked, Outcome.ROLLBACK_FAILED, str(error)))
+        except (RollbackFailed, ProcessPoisoned) as error:
+            failed = Outcome.ROLLBACK_FAILED if isinstance(error, RollbackFailed) else Outcome.POISONED
+            self._keep(asked, self._answer(asked, failed, str(error)))
             raise
         answer = self._answer(asked, outcome, reason)
         if self._epoch.round_number != number or outcome is not Outcome.REFUSED:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from residency.epoch_facts import gate_facts, started_payload
-from residency.errors import EffectFailed, JournalError, PlacementInfeasible, WarmupFailed
+from residency.errors import EffectFailed, JournalError, PlacementInfeasible, ProcessPoisoned, WarmupFailed
 from residency.gpu.records import RequestKind
 from residency.journal.events import Draft, EventType
 from residency.journal.fold import fold_stream
@@ -65,7 +65,8 @@ class Epoch:
     def start(self) -> Report:
         """Recover, decide, run what that asks for, and report; the worker may serve afterwards.
 
-        Raises RollbackFailed, PlacementInfeasible, and what interrupts the process, after rolling back.
+        Raises RollbackFailed, ProcessPoisoned, PlacementInfeasible, and what interrupts the process, after rolling
+        back.
         """
         begun = time.perf_counter()
         self._open()
@@ -153,6 +154,11 @@ class Epoch:
         self.setup.worker.place(self.setup.initial)
         self.machine = RoundMachine(self.machine.round_number)
         return None
+
+    def poisoned(self, problem: str) -> ProcessPoisoned:
+        """Journal that the device was lost to this process outside of rounds, and return the error that says so."""
+        self._note(EventType.POISONED, {"problem": problem, "state": self.machine.state.value})
+        return ProcessPoisoned(round_number=0, problem=problem)
 
     def remembered(self) -> tuple[RoundView, ...]:
         """Return the committed rounds under this fingerprint that are not excluded, oldest first. Reads the journal."""

@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-from residency.errors import RollbackFailed
+from residency.errors import ProcessPoisoned, RollbackFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,8 +63,8 @@ class Interrupts:
                 signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
             self._previous.clear()
             pending, self._pending = self._pending, None
-            # A rollback that failed ends the process by itself, and must say so.
-            if pending is not None and not isinstance(error, (RollbackFailed, Terminated)):
+            # What ends the process by itself must say so.
+            if pending is not None and not isinstance(error, (RollbackFailed, ProcessPoisoned, Terminated)):
                 raise Terminated(pending) from error
 
     @contextmanager

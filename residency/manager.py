@@ -18,6 +18,7 @@ from residency.errors import (
     JournalError,
     PipelineBusy,
     PlacementInfeasible,
+    ProcessPoisoned,
     RollbackFailed,
     SettingsError,
 )
@@ -120,12 +121,12 @@ class Manager:
         self._starting = threading.Lock()
         self._report: Report | None = None
         self._is_ended = False
-        self._failure: RollbackFailed | None = None
+        self._failure: RollbackFailed | ProcessPoisoned | None = None
         self._gave_up = False
 
     @property
     def ready(self) -> bool:
-        """Whether `start` has returned, no round is running, and no rollback has failed."""
+        """Whether `start` has returned, no round is running, and nothing came for which the process must end."""
         is_up = self._report is not None and not self._is_ended and self._failure is None
         return is_up and self._status.round_since is None
 
@@ -153,8 +154,8 @@ class Manager:
         """Place the weights, restore or calibrate, and return what was decided; the worker is ready then.
 
         A second call returns the same report. Blocks for as long as the warmups take.
-        Raises RollbackFailed (70: end the process), PlacementInfeasible (72), PipelineBusy; SIGTERM and SIGINT in
-        mid-round roll back first and then end the process as they would have.
+        Raises RollbackFailed (70) and ProcessPoisoned (71), after which the process must end, PlacementInfeasible (72),
+        PipelineBusy; SIGTERM and SIGINT in mid-round roll back first and then end the process as they would have.
         """
         self._refuse_inside_a_round("start()")
         with self._starting:
@@ -169,6 +170,7 @@ class Manager:
                     self._end("error")
                     raise
                 self._pipeline.before_request = self._between_requests
+                self._pipeline.on_lost = self._lose
                 self._stop_notice.install()
                 atexit.register(self._at_exit)
             return self._report
@@ -177,7 +179,7 @@ class Manager:
         """Serve a control request: {verb, epoch, round, attempt, args}, verb status, calibrate, validate, roll_back.
 
         Idempotent: the same four return the same outcome. Until start() has returned only status is served.
-        Raises SettingsError for what is no request, RollbackFailed (end the process).
+        Raises SettingsError for what is no request, RollbackFailed and ProcessPoisoned (end the process).
         """
         decision = None if self._report is None else self._report.decision.value
         return self._control.handle(request, ready=self.ready, decision=decision)
@@ -200,9 +202,18 @@ class Manager:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Enter around one request of a pipeline that is no diffusers pipeline; theirs bracket themselves."""
+        """Enter around one request of a pipeline that is no diffusers pipeline; theirs bracket themselves.
+
+        Raises ProcessPoisoned in place of an error by which the device was lost to this process; end it then.
+        """
         with self._pipeline.request():
-            yield
+            try:
+                yield
+            except Exception as error:
+                # Inside a round that is the round's own business.
+                if self._status.round_thread != threading.get_ident():
+                    self._stop_if_fatal(error)
+                raise
 
     def export_placement(self, path: str | os.PathLike[str]) -> None:
         """Write the placement in force to a file that `attach(placement=...)` takes. Raises OSError."""
@@ -215,7 +226,7 @@ class Manager:
         """
         self._refuse_inside_a_round("detach()")
         self._pipeline.detach()
-        self._pipeline.before_request = None
+        self._pipeline.before_request = self._pipeline.on_lost = None
         self._end("detach")
 
     def _refuse_inside_a_round(self, call: str) -> None:
@@ -229,8 +240,8 @@ class Manager:
         try:
             with self._interrupts, self._pipeline.exclusive("a round", wait_s), self._status.in_round():
                 return run()
-        except RollbackFailed as failure:
-            self._failure = failure
+        except Exception as error:
+            self._stop_if_fatal(error)
             raise
         except Terminated as terminated:
             # On another thread the main one has the signal in hand, and waits for this.
@@ -239,10 +250,26 @@ class Manager:
                 deliver(terminated.signum)
             raise
 
+    def _stop_if_fatal(self, error: Exception) -> None:
+        """Serve nobody any more after an error for which the process must end; raise it, in its own words."""
+        if isinstance(error, RollbackFailed) or (isinstance(error, ProcessPoisoned) and error.fields["round_number"]):
+            self._failure = error  # journaled by the round that it ended
+        else:
+            self._lose(error)
+            if isinstance(self._failure, ProcessPoisoned):
+                raise self._failure from error
+
+    def _lose(self, error: Exception) -> None:
+        """Journal an error that lost the device, once, and serve nobody any more; any other is passed over."""
+        problem = self._setup.worker.find_poison(error)
+        if problem is not None and self._failure is None:
+            self._failure = self._epoch.poisoned(problem)
+
     def _between_requests(self) -> None:
         """Take a serving worker back if the kill switch was thrown since the last request.
 
-        Raises RollbackFailed once a rollback has failed: nobody may compute with weights that are nowhere for sure.
+        Raises RollbackFailed once a rollback has failed, for nobody may compute with weights that are nowhere for sure,
+        and ProcessPoisoned once the device is lost.
         """
         if self._failure is not None:
             raise self._failure

@@ -22,6 +22,7 @@ _COLORS = {
     "committed": "green",
     "rolled-back": "yellow",
     "rollback.failed": "red",
+    "poisoned": "red",
     "problem": "red",
     "warning": "yellow",
     "ok": "green",

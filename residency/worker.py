@@ -13,6 +13,7 @@ from residency.gpu.device import is_out_of_memory
 from residency.gpu.host_memory import read_host
 from residency.gpu.measure import measure_request
 from residency.gpu.output import flatten_output, outputs_close
+from residency.gpu.poison import find_poison
 from residency.statemachine.worker import Measured
 
 if TYPE_CHECKING:
@@ -81,11 +82,12 @@ class PipelineWorker:
         """Go to a placement outside any round: the initial one, before there is anything to go back to.
 
         Raises PlacementInfeasible if device memory runs out, SettingsError if the host refuses to page-lock what a
-        placement file asks for, both with the weights as they were found; RollbackFailed if they are not.
+        placement file asks for, both with the weights as they were found; RollbackFailed if they are not;
+        ProcessPoisoned if the device is lost to this process.
         """
         effects = self.effects(target)
         try:
-            Transaction(effects, on_intent=lambda *_: None, on_outcome=lambda *_: None).apply()
+            Transaction(effects, on_intent=lambda *_: None, on_outcome=lambda *_: None, find_poison=find_poison).apply()
         except EffectFailed as error:
             cause = error.__cause__
             if isinstance(cause, MemoryError):
@@ -101,6 +103,10 @@ class PipelineWorker:
                 bound_by="the initial placement (modes=)",
             ) from error
         self.pipeline.commit()
+
+    def find_poison(self, error: BaseException) -> str | None:
+        """Return what lost the device to this process for good, in one line, judged by an exception; None if not."""
+        return find_poison(error)
 
     def refuse_pins(self) -> None:
         """Plan without page-locked host memory for the rest of this life: the host refuses it."""

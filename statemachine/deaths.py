@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from residency.journal.events import Draft, EventType
 from residency.statemachine.policy import Policy
-from residency.statemachine.states import SETTLED
+from residency.statemachine.states import SETTLED, State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _DEFAULT = Policy()
 _SETTLED_VALUES = frozenset(state.value for state in SETTLED)
+# In these the placement of the plan is in force, whether or not anything had to be moved for it.
+_TRIED_VALUES = frozenset({State.APPLIED.value, State.VALIDATING.value})
 
 EARLY = "early"  # the kind of a death soon after serving began
 SURVIVED = "survived"  # of a death so long after it that the placement has proven itself
@@ -87,12 +89,16 @@ def _is_open(epoch: EpochView) -> bool:
         return True
     if epoch.recovered is not None:
         return False
-    return epoch.stopped is None or _moving(epoch) is not None
+    # A worker whose device is lost may still end in an orderly way.
+    return epoch.stopped is None or epoch.poisoned is not None or _moving(epoch) is not None
 
 
 def _moving(epoch: EpochView) -> RoundView | None:
-    """Return the round that had begun to move weights and never settled."""
-    return next((r for r in epoch.rounds if r.num_intents and r.state not in _SETTLED_VALUES), None)
+    """Return the round that had begun to move weights, or lost the device under its plan, and never settled."""
+    tried = _TRIED_VALUES if epoch.poisoned is not None else frozenset[str]()
+    return next(
+        (r for r in epoch.rounds if (r.num_intents or r.state in tried) and r.state not in _SETTLED_VALUES), None
+    )
 
 
 def _lost(epoch: EpochView) -> list[Draft]:
@@ -130,19 +136,23 @@ def _death(epoch: EpochView, row: Sequence[Death], *, boot_id: str, gone_ns: int
     moving = _moving(epoch)
     if moving is not None:
         return _round_death(epoch, moving, boot_id=boot_id)
-    if epoch.stopped is not None:
+    is_poisoned = epoch.poisoned is not None
+    how = f"the device was lost to it ({_problem(epoch)})" if is_poisoned else "it died"
+    if epoch.stopped is not None and not is_poisoned:
         return _ended(epoch, "none", "stopped", "it stopped in an orderly way", epoch.placement)
     if epoch.serving is None or epoch.serving_at is None:
-        return _ended(epoch, "infrastructure", "idle", "it died before weights moved or requests came", epoch.placement)
+        why = f"{how} before {'' if is_poisoned else 'weights moved or '}requests came"
+        return _ended(epoch, "infrastructure", "idle", why, epoch.placement)
     placement = _text(epoch.serving, "placement") or epoch.placement
-    if epoch.boot_id != boot_id:
+    if epoch.boot_id != boot_id and not is_poisoned:
         return _ended(epoch, "infrastructure", "reboot", "the machine was started anew", placement)
     # When it died is not known; it was gone when the next one began.
-    served_s = (gone_ns - epoch.serving_at) / 1e9
+    served_s = ((epoch.poisoned_at or gone_ns) - epoch.serving_at) / 1e9
     if not 0 <= served_s <= policy.serving_death_window_s:
-        return _ended(epoch, "infrastructure", SURVIVED, f"it may have served for {served_s:.0f} s", placement)
+        why = f"{how} after {served_s:.0f} s" if is_poisoned else f"it may have served for {served_s:.0f} s"
+        return _ended(epoch, "infrastructure", SURVIVED, why, placement)
     if placement == epoch.started.get("initial_placement"):
-        why = f"it died within {served_s:.0f} s of serving, under its initial placement, which is nobody's plan"
+        why = f"{how} within {served_s:.0f} s of serving, under its initial placement, which is nobody's plan"
         return _ended(epoch, "infrastructure", "idle", why, placement)
     same = 1
     for earlier in reversed(row):
@@ -150,7 +160,7 @@ def _death(epoch: EpochView, row: Sequence[Death], *, boot_id: str, gone_ns: int
             break
         same += 1
     if same < policy.serving_deaths_in_a_row:
-        why = f"it died within {served_s:.0f} s of serving, {same} in a row under this placement"
+        why = f"{how} within {served_s:.0f} s of serving, {same} in a row under this placement"
         return _ended(epoch, "infrastructure", EARLY, why, placement)
     why = f"{same} lives in a row died within {policy.serving_death_window_s:.0f} s of serving under this placement"
     return _ended(epoch, "plan", EARLY, why, placement)
@@ -158,6 +168,11 @@ def _death(epoch: EpochView, row: Sequence[Death], *, boot_id: str, gone_ns: int
 
 def _round_death(epoch: EpochView, moving: RoundView, *, boot_id: str) -> Death:
     where = f"round {moving.number}, {moving.state}"
+    if epoch.poisoned is not None:
+        # Going back to what the worker started with, or trying that, is nobody's plan.
+        is_plan = moving.placement not in (None, epoch.started.get("initial_placement"))
+        why = f"the device was lost to it in {where} ({_problem(epoch)})"
+        return _ended(epoch, "plan" if is_plan else "infrastructure", "round", why, moving.placement)
     if epoch.rollback_failed is not None:
         return _ended(epoch, "plan", "round", f"a rollback failed in {where}", moving.placement)
     if epoch.boot_id != boot_id:
@@ -171,6 +186,10 @@ def _round_death(epoch: EpochView, moving: RoundView, *, boot_id: str) -> Death:
 
 def _ended(epoch: EpochView, blames: str, kind: str, why: str, placement: str | None) -> Death:
     return Death(blames=blames, kind=kind, why=why, placement=placement, fingerprint=digest_of(epoch))
+
+
+def _problem(epoch: EpochView) -> str:
+    return _text(epoch.poisoned or {}, "problem") or "no reason was given"
 
 
 def _text(payload: Mapping[str, Any], name: str) -> str | None:

@@ -75,7 +75,8 @@ class _History:
         for one in epoch.rounds:
             self._add_round(one)
         death = Death.of(epoch)
-        if epoch.serving is not None and (epoch.stopped is not None or (death is not None and death.kind == SURVIVED)):
+        ended_well = epoch.stopped is not None and epoch.poisoned is None
+        if epoch.serving is not None and (ended_well or (death is not None and death.kind == SURVIVED)):
             self.deaths_serving.pop(str(epoch.serving.get("placement", epoch.placement)), None)
         if death is not None:
             self.deaths[epoch.epoch] = death

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,6 +12,7 @@ from residency.errors import (
     EffectFailed,
     JournalError,
     PlacementInfeasible,
+    ProcessPoisoned,
     ResidencyError,
     RollbackFailed,
     TransitionRefused,
@@ -27,6 +29,8 @@ from residency.statemachine.validating import Baseline, compare
 from residency.statemachine.validation import Blame, Reason, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from residency.effects.spec import EffectSpec
     from residency.gpu.placement import Placement
     from residency.gpu.records import RequestRecord
@@ -41,7 +45,7 @@ class Round:
     """One pass through the states for one proposed placement. The caller holds the pipeline exclusively.
 
     `run` always leaves the machine settled, or pinned in its initial state, with the placement that the journal
-    names in force. Only RollbackFailed leaves it where it is: then the process must exit.
+    names in force. Only RollbackFailed and ProcessPoisoned leave it where it is: then the process must exit.
     """
 
     def __init__(self, context: RoundContext, *, number: int, machine: RoundMachine, source: Source) -> None:
@@ -64,27 +68,25 @@ class Round:
     def run(self) -> RoundResult:
         """Go through the round. Raises RollbackFailed, PlacementInfeasible, and whatever interrupts the process.
 
-        Everything else that goes wrong is rolled back and told in the result.
+        Raises ProcessPoisoned, with nothing moved back, once the device is lost to this process. Everything else that
+        goes wrong is rolled back and told in the result.
         """
-        try:
+        with self._last_words():
             try:
                 return self._pass()
-            except RollbackFailed:
+            except (RollbackFailed, ProcessPoisoned):
                 raise
             except BaseException as error:  # noqa: BLE001 - an interrupt must be rolled back, too
+                self._stop_if_poisoned(error)
                 return self._end_early(error)
-        except RollbackFailed as failure:
-            raise self._failed(failure) from failure
 
     def take_back(self) -> RoundResult:
         """Measuring -> rolled-back -> measuring, by the effects that lead to the source's target.
 
-        What a kill switch does to a serving worker. Raises RollbackFailed, EffectFailed, JournalError.
+        What a kill switch does to a serving worker. Raises RollbackFailed, ProcessPoisoned, EffectFailed, JournalError.
         """
-        try:
+        with self._last_words():
             return self._take_back()
-        except RollbackFailed as failure:
-            raise self._failed(failure) from failure
 
     def _take_back(self) -> RoundResult:
         assert self.target is not None
@@ -92,8 +94,7 @@ class Round:
             ok=False, blames=Blame.INFRASTRUCTURE, reason=Reason.INTERRUPTED, detail="the kill switch is on", figures={}
         )
         with self.context.interrupts.deferred():
-            effects = self.context.worker.effects(self.target)
-            Transaction(effects, on_intent=self._intent, on_outcome=self._outcome).apply()
+            self._transaction_to(self.target).apply()
             payload = {"placement": self.target.digest, "verdict": msgspec.to_builtins(verdict)}
             self._transition(Trigger.ROLL_BACK, payload, self.target)
             self.context.worker.commit()
@@ -136,12 +137,21 @@ class Round:
     def _apply(self) -> None:
         """Planned -> applied: every effect between its intent and its outcome."""
         assert self.target is not None
-        effects = self.context.worker.effects(self.target)
-        self._transaction = Transaction(effects, on_intent=self._intent, on_outcome=self._outcome)
-        self.context.observer.working(f"moving {len(effects)} components" if effects else "nothing to move")
+        self._transaction = self._transaction_to(self.target)
+        num_effects = self._transaction.num_effects
+        self.context.observer.working(f"moving {num_effects} components" if num_effects else "nothing to move")
         with self.context.interrupts.deferred():
             self._transaction.apply()
-        self._transition(Trigger.APPLY, {"placement": self.target.digest, "num_effects": len(effects)})
+        self._transition(Trigger.APPLY, {"placement": self.target.digest, "num_effects": num_effects})
+
+    def _transaction_to(self, target: Placement) -> Transaction:
+        worker = self.context.worker
+        return Transaction(
+            worker.effects(target),
+            on_intent=self._intent,
+            on_outcome=self._outcome,
+            find_poison=worker.find_poison,
+        )
 
     def _validate(self, baseline: Baseline) -> Verdict:
         """Applied -> validating: run under the new placement, and compare."""
@@ -180,6 +190,7 @@ class Round:
         try:
             self.measuring.run(RequestKind.REWARM, shapes[-1] if shapes else self.measuring.small)
         except Exception as error:  # noqa: BLE001 - the placement is restored; a warmup that fails is only told
+            self._stop_if_poisoned(error)
             return error
         return None
 
@@ -207,6 +218,25 @@ class Round:
         if not isinstance(error, Exception) or (isinstance(error, PlacementInfeasible) and not result.pinned):
             raise error
         return result
+
+    @contextmanager
+    def _last_words(self) -> Iterator[None]:
+        """Journal what leaves a round where it is, and give the error this round's number."""
+        try:
+            yield
+        except RollbackFailed as failure:
+            raise self._failed(failure) from failure
+        except ProcessPoisoned as failure:
+            problem = str(failure.fields["problem"])
+            payload = {"problem": problem, "state": self.machine.state.value}
+            self.context.log.note(EventType.POISONED, round_number=self.number, payload=payload)
+            raise ProcessPoisoned(round_number=self.number, problem=problem) from failure
+
+    def _stop_if_poisoned(self, error: BaseException) -> None:
+        """Raise ProcessPoisoned if an exception says that the device is lost to this process."""
+        problem = self.context.worker.find_poison(error)
+        if problem is not None:
+            raise ProcessPoisoned(round_number=0, problem=problem) from error
 
     def _failed(self, failure: RollbackFailed) -> RollbackFailed:
         """Journal that a rollback failed, and return the error with this round's number."""

@@ -50,6 +50,10 @@ class Worker(Protocol):
         """Release host copies that the placement in force does not need."""
         ...
 
+    def find_poison(self, error: BaseException) -> str | None:
+        """Return what lost the device to this process for good, in one line, judged by an exception; None if not."""
+        ...
+
     def outputs_close(self, first: object, second: object) -> bool:
         """Whether two outputs agree within the tolerance the user declared; False if none was."""
         ...

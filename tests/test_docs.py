@@ -20,7 +20,14 @@ from residency.journal.store import Journal
 from residency.statemachine.diagram import mermaid
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
+BENCHMARK, BENCHMARK_TEST = "python -m benchmarks.request_time", "tests/benchmarks/test_request_time.py"
 
 # Commands that cannot run inside a test: where they run instead, and what that file must contain.
 COVERED_ELSEWHERE = {
@@ -37,6 +44,18 @@ COVERED_ELSEWHERE = {
         "python -m residency.demo_story --journal .demo/journal.db",
     ),
     "residency explain 1 --journal .demo/journal.db": ("residency/demo_story.py", '["explain", str(first["round"])]'),
+    f"{BENCHMARK} --list-shards": (BENCHMARK_TEST, 'run("--list-shards")'),
+    f"{BENCHMARK} --shard flux --output flux.json": ("tests/benchmarks/test_parts.py", "SHARDS.values()"),
+    f"{BENCHMARK} --shard flux-peers-24 --output flux-peers-24.json": (BENCHMARK_TEST, '"flux-peers-24"'),
+    f"{BENCHMARK} --merge flux.json flux-peers-24.json --output all.json --plot time.svg": (BENCHMARK_TEST, "--merge"),
+    f"{BENCHMARK} --merge all.json --output all.json --compare older.json --timeline worst.svg": (
+        BENCHMARK_TEST,
+        "--compare",
+    ),
+    f"{BENCHMARK} --device cpu --pipeline small --caps 48MiB --requests 2 --output small.json": (
+        BENCHMARK_TEST,
+        '"--device", "cpu", "--pipeline", "small"',
+    ),
     "residency log --follow": ("tests/residency/test_cli_process.py", "def test_follow_prints_what_comes"),
 }
 

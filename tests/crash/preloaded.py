@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from residency.effects.place import PlaceComponent
-from residency.errors import ResidencyError, RollbackFailed
+from residency.errors import ProcessPoisoned, ResidencyError, RollbackFailed
 from residency.gpu.output import output_digest
 from residency.journal.store import Journal
 
@@ -91,6 +91,29 @@ def break_rollback(manager: Any) -> None:
     manager._setup.worker._warmup = warmup
 
 
+def lose_device(manager: Any, where: str) -> None:
+    """Have the device lost in a validation, or in the way back from one that fails; nothing may be moved after that."""
+    initial = manager.placement
+
+    def lose(*args: Any) -> None:
+        PlaceComponent.apply = PlaceComponent.revert = die  # type: ignore[assignment,method-assign]
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def die(*args: Any) -> None:
+        os._exit(1)
+
+    def warmup(shape: Any) -> Any:
+        if manager.placement == initial:
+            return plain(shape)
+        if where == "validation":
+            lose()
+        PlaceComponent.revert = lose  # type: ignore[assignment,method-assign]
+        raise RuntimeError("no such prompt")
+
+    plain = manager._setup.worker._warmup
+    manager._setup.worker._warmup = warmup
+
+
 def terminate_in_control(manager: Any, signum: int) -> None:
     """Have a round run on another thread, as a control request over HTTP does, and send a signal in its middle."""
 
@@ -116,6 +139,9 @@ def start(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
     if request.get("break_rollback"):
         manager._setup.worker.place(manager._setup.initial)
         break_rollback(manager)
+    if "lose_device" in request:
+        manager._setup.worker.place(manager._setup.initial)
+        lose_device(manager, request["lose_device"])
     appends = 0
     plain = Journal.append
 
@@ -127,7 +153,7 @@ def start(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
     Journal.append = counted  # type: ignore[method-assign]
     try:
         report = manager.start()
-    except RollbackFailed:
+    except (RollbackFailed, ProcessPoisoned):
         assert not manager.ready
         raise
     answer: dict[str, Any] = report.to_json()

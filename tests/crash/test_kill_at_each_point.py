@@ -203,3 +203,36 @@ def test_a_rollback_that_fails_ends_with_its_exit_code_and_is_recovered(
     assert epoch.rounds[-1].state not in ("committed", "rolled-back")
     again = start(journal=journal)["answer"]
     assert again["decision"] in ("committed", "kept", "rolled-back")
+
+
+@pytest.mark.parametrize("where", ["validation", "way back"])
+def test_a_device_that_is_lost_ends_with_its_exit_code_and_the_next_start_is_safe(
+    start: Start, inspect: Inspect, undisturbed: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path, where: str
+) -> None:
+    journal = tmp_path / "journal.db"
+    died = start(journal=journal, lose_device=where)
+    assert died["status"] == 71
+    assert "the device is lost to this process" in died["answer"]["error"]
+    assert died["answer"]["ready"] is False
+    (epoch,) = inspect(journal).epochs
+    assert epoch.poisoned is not None
+    assert epoch.rounds[-1].state == "validating"
+    again = start(journal=journal)["answer"]
+    assert again["decision"] in ("committed", "kept", "rolled-back")
+    assert again["output"] == undisturbed[0]["output"]
+    view = inspect(journal)
+    assert view.rounds[-1].source == "suspect"
+    _is_closed(view)
+
+
+def test_a_committed_placement_under_which_the_device_is_lost_is_restored_once_more_and_then_given_up(
+    start: Start, inspect: Inspect, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal.db"
+    committed = start(journal=journal)["answer"]["placement_digest"]
+    for _ in range(2):
+        assert start(journal=journal, lose_device="validation")["status"] == 71
+        assert inspect(journal).rounds[-1].placement == committed
+    last = start(journal=journal)["answer"]
+    assert (last["decision"] == "restored", last["placement_digest"] == committed) == (False, False)
+    _is_closed(inspect(journal))

@@ -10,8 +10,9 @@ import torch
 from residency.effects.place import PlaceComponent
 from residency.effects.spec import EffectSpec
 from residency.effects.transaction import Transaction
-from residency.errors import EffectFailed, RollbackFailed
+from residency.errors import EffectFailed, ProcessPoisoned, RollbackFailed
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
+from residency.gpu.poison import find_poison
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ SPECS = (
     EffectSpec(index=0, component="big", before=RESIDENT, after=PAGEABLE),
     EffectSpec(index=1, component="small", before=RESIDENT, after=LAYERWISE),
 )
+STICKY = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nadvice")
 WHOLE_STORY = ["do big", "applied big", "do small", "applied small"]
 
 
@@ -55,7 +57,7 @@ class Failing(PlaceComponent):
 
 def transaction(pipeline: ManagedPipeline, story: Any, effects: Sequence[PlaceComponent] = ()) -> Transaction:
     effects = effects or [PlaceComponent(pipeline, spec) for spec in SPECS]
-    return Transaction(effects, on_intent=story.on_intent, on_outcome=story.on_outcome)
+    return Transaction(effects, on_intent=story.on_intent, on_outcome=story.on_outcome, find_poison=find_poison)
 
 
 def test_effects_apply_in_order_each_between_intent_and_outcome(pipeline: ManagedPipeline, story: Any) -> None:
@@ -177,3 +179,63 @@ def test_memory_that_runs_out_in_mid_growth_leaves_addresses_hooks_and_pins(
     assert (addresses(), pipeline.num_hooks, pipeline.pinned_bytes) == (before, hooks, pins)
     assert pipeline.device.memory().allocated_bytes == 0
     pipeline.device.limit(2**20)
+
+
+@pytest.mark.parametrize(("method", "told"), [("check", []), ("apply", ["do big", "applied big", "do small"])])
+def test_a_lost_device_ends_it_with_nothing_undone_and_nothing_told(
+    pipeline: ManagedPipeline, story: Any, method: str, told: list[str]
+) -> None:
+    effects = [PlaceComponent(pipeline, SPECS[0]), Failing(pipeline, SPECS[1], method=method, error=STICKY)]
+    done = transaction(pipeline, story, effects)
+    with pytest.raises(ProcessPoisoned, match="an illegal memory access") as caught:
+        done.apply()
+    assert caught.value.__cause__ is STICKY
+    moved = {"big": PAGEABLE, "small": LAYERWISE} if told else {"big": RESIDENT, "small": RESIDENT}
+    assert (story.lines, pipeline.placement.components) == (told, moved)
+    # Nobody can make it go on: it has forgotten what it did.
+    done.revert()
+    assert (story.lines, pipeline.placement.components) == (told, moved)
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 4])
+def test_a_device_that_is_lost_between_intent_and_outcome_ends_it(
+    pipeline: ManagedPipeline, story: Any, fail_at: int
+) -> None:
+    story.fail_at, story.error = fail_at, STICKY
+    with pytest.raises(ProcessPoisoned):
+        transaction(pipeline, story).apply()
+    assert story.lines == WHOLE_STORY[:fail_at]
+
+
+def test_an_undo_that_finds_the_device_lost_is_the_last_one(pipeline: ManagedPipeline, story: Any) -> None:
+    effects = [
+        PlaceComponent(pipeline, SPECS[0]),
+        Failing(pipeline, SPECS[1], method="revert", error=STICKY),
+    ]
+    done = transaction(pipeline, story, effects)
+    done.apply()
+    with pytest.raises(ProcessPoisoned):
+        done.revert()
+    assert story.lines[4:] == ["undo small"]
+    assert pipeline.placement.components == {"big": PAGEABLE, "small": LAYERWISE}
+
+
+def test_a_device_that_is_lost_while_a_failure_is_undone_outweighs_the_failure(
+    pipeline: ManagedPipeline, story: Any
+) -> None:
+    effects = [
+        Failing(pipeline, SPECS[0], method="revert", error=STICKY),
+        Failing(pipeline, SPECS[1], method="apply", error=ValueError("first")),
+    ]
+    with pytest.raises(ProcessPoisoned):
+        transaction(pipeline, story, effects).apply()
+    assert story.lines == ["do big", "applied big", "do small", "failed small", "undo big"]
+
+
+def test_an_out_of_memory_is_undone_as_ever(pipeline: ManagedPipeline, story: Any) -> None:
+    before = pipeline.placement
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    effects = [PlaceComponent(pipeline, SPECS[0]), Failing(pipeline, SPECS[1], method="apply", error=error)]
+    with pytest.raises(EffectFailed):
+        transaction(pipeline, story, effects).apply()
+    assert pipeline.placement == before

@@ -266,6 +266,7 @@ def test_streams_are_folded_apart(log: Log) -> None:
         (EventType.STOPPED, "stopped"),
         (EventType.RECOVERED, "recovered"),
         (EventType.ROLLBACK_FAILED, "rollback_failed"),
+        (EventType.POISONED, "poisoned"),
     ],
 )
 def test_the_last_payload_of_its_kind_is_kept(kind: EventType, attribute: str, log: Log) -> None:
@@ -310,6 +311,17 @@ def test_a_rollback_that_failed_leaves_the_machine_where_it_was(log: Log) -> Non
     log.effect(1, 0)
     log.add(EventType.ROLLBACK_FAILED, 1, {"problems": ["lost"]})
     assert (log.epoch.state, log.epoch.moving, log.round.ended_at) == ("planned", True, None)
+
+
+def test_a_lost_device_is_dated_and_leaves_the_machine_and_its_effects_where_they_were(log: Log) -> None:
+    log.start()
+    log.move(1, "plan", "planned", {"placement": "p1"})
+    log.add(EventType.EFFECT_INTENT, 1, {"index": 0, "component": "vae", "undo": False})
+    assert log.epoch.poisoned_at is None
+    log.add(EventType.POISONED, 1, {"problem": "CUDA error: misaligned address", "state": "planned"})
+    assert (log.epoch.state, log.epoch.moving, log.round.ended_at) == ("planned", True, None)
+    assert log.epoch.poisoned_at == log.epoch.last_at
+    assert [one.component for one in log.round.open_intents] == ["vae"]
 
 
 def test_an_event_of_an_unknown_kind_only_moves_the_positions(log: Log) -> None:

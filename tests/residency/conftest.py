@@ -298,6 +298,22 @@ def died(crashed: Story) -> Callable[[], None]:
 
 
 @pytest.fixture
+def poison() -> Callable[..., None]:
+    """Write what a worker writes whose device is lost, and its orderly end."""
+
+    def call(story: Story, *, round_number: int, epoch: str, state: str) -> None:
+        lost = {"problem": "AcceleratorError: CUDA error: misaligned address", "state": state}
+        stopped = {"reason": "error", "signal": None}
+        story.write(
+            Draft(type=EventType.POISONED, round=round_number, payload=lost),
+            Draft(type=EventType.STOPPED, round=round_number, payload=stopped),
+            epoch=epoch,
+        )
+
+    return call
+
+
+@pytest.fixture
 def settle(crashed: Story) -> Callable[..., None]:
     """Write the outcome of the crashed epoch's effect, or of another intent of it."""
 

@@ -107,3 +107,48 @@ def test_explain_says_that_a_restored_placement_was_not_measured_and_that_nothin
 
     assert "restored: the last committed placement of round 1, under the same fingerprint" in shown
     assert "the worker had changed" not in shown
+
+
+LOST = "AcceleratorError: CUDA error: misaligned address"
+
+
+def test_a_lost_device_is_told_in_words_by_every_verb(
+    crashed: Any, poison: Callable[..., None], run: Callable[..., Any]
+) -> None:
+    poison(crashed, round_number=2, epoch="epoch-2", state="planned")
+
+    explained = run("explain", "--journal", "journal.db").out.splitlines()
+    logged = run("log", "-n", "2", "--journal", "journal.db").out.splitlines()
+    listed = run("rounds", "--journal", "journal.db").out.splitlines()
+    replayed = run("replay", "--journal", "journal.db").out.splitlines()
+    (epochs,) = run("replay", "--json", "--journal", "journal.db").json()
+
+    assert any(line.startswith("its worker lost the device in it and had to end: the next start") for line in explained)
+    assert f"verdict: the device was lost in it, and nothing moved back: {LOST}" in explained
+    assert logged[1].endswith(f"the device is lost while planned; nothing is moved back: {LOST}")
+    assert listed[1].endswith(f"the device was lost in it, and nothing moved back: {LOST}")
+    assert replayed[-1].endswith("device lost")
+    assert epochs["epochs"][1]["poisoned"] == {"problem": LOST, "state": "planned"}
+    assert run("verify", "--journal", "journal.db").code == 0
+
+
+def test_a_rehearsal_says_whom_the_next_start_would_blame_for_a_lost_device(
+    crashed: Any, poison: Callable[..., None], run: Callable[..., Any]
+) -> None:
+    poison(crashed, round_number=2, epoch="epoch-2", state="planned")
+
+    rehearsed = run("replay", "--dry-run", "--journal", "journal.db").out
+
+    assert "the next start closes epoch epoch-2 with effect.outcome, recovered" in rehearsed
+    assert "round 2 died with a plan that was never committed" in rehearsed
+
+
+def test_a_device_that_is_lost_before_any_plan_is_why_there_is_none(
+    story: Any, poison: Callable[..., None], run: Callable[..., Any]
+) -> None:
+    story.start()
+    poison(story, round_number=0, epoch="epoch-1", state="measuring")
+
+    done = run("explain", "--journal", "journal.db")
+
+    assert (done.code, done.err) == (1, f"no plan was made: the device was lost to it: {LOST}\n")

@@ -248,7 +248,7 @@ def test_help_names_every_verb_and_every_exit_code(run: Callable[..., Any]) -> N
 
     for verb in ("demo", "rounds", "log", "show", "placement", "explain", "replay", "verify", "graph", "doctor"):
         assert f"\n  {verb} " in text
-    for code in ("0", "1", "2", "3", "4", "5", "70", "72", "130", "141"):
+    for code in ("0", "1", "2", "3", "4", "5", "70", "71", "72", "130", "141"):
         assert re.search(rf"^ +{code}  +[a-z]", text, re.MULTILINE), code
 
 

@@ -24,9 +24,11 @@ EVERY_ERROR = [
     errors.JournalCorrupt(journal="j.db", problem="is malformed", remedy="name another"),
     errors.TransitionRefused(round_number=1, state="planned", trigger="commit", reason="not validated"),
     errors.PipelineBusy(holder="a request", waited_s=0.5),
+    errors.CaptureRefused(component="unet"),
     errors.StaleRequest(epoch="a", round_number=1, current_epoch="b", current_round=2),
     errors.EffectFailed(component="vae", action="placing", problem="out of memory"),
     errors.RollbackFailed(round_number=1, problems=("vae: lost", "unet: lost")),
+    errors.ProcessPoisoned(round_number=1, problem="CUDA error: misaligned address"),
     errors.PlacementInfeasible(needed_bytes=2**30, cap_bytes=2**20, bound_by="component 'vae'"),
     errors.WarmupFailed(problem="returned nothing"),
 ]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import residency
+from residency.gpu.placement import Mode
 from residency.settings import sentinel_path
 
 if TYPE_CHECKING:
@@ -243,3 +244,21 @@ def test_a_kill_switch_thrown_in_mid_round_ends_it_and_later_requests_are_served
 
     assert manager.placement == manager._setup.initial
     assert manager.ready
+
+
+def test_a_pool_from_before_the_attach_cannot_compute_with_a_weight_that_it_kept(worker: Any) -> None:
+    kept: list[torch.Tensor] = []
+
+    def use() -> str:
+        try:
+            torch.nn.functional.linear(torch.ones(1, 256), kept[0])
+        except RuntimeError as error:
+            return str(error)[:20]
+        return "computed"
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result(WAIT_S)
+        manager = start(worker)
+        away = [name for name, one in manager.placement.components.items() if one.mode is Mode.COMPONENT_OFFLOAD]
+        kept += [next(worker.pipeline.modules[name].parameters()).data for name in away]
+        assert pool.submit(use).result(WAIT_S) == "Expected all tensors"
