@@ -132,7 +132,7 @@ class KernelGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = tensors_in(args)
         if kwargs:
             operands += tensors_in(kwargs.values())
-        num_on_host = 0
+        num_on_host = num_plain = 0
         first_on_host = False
         for position, tensor in enumerate(operands):
             storage = storage_of(tensor)
@@ -145,13 +145,17 @@ class KernelGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     ledger.add_device(storage)
                 elif entry.on_device and entry.nbytes != num_bytes:
                     ledger.note_size(entry, num_bytes)
+            if entry is None and not self.running_depth:
+                num_plain += 1
             if entry is not None and not entry.on_device:
                 num_on_host += 1
                 first_on_host = first_on_host or position == 0
             # An expanded tensor claims more bytes than there are to read.
             touched_bytes += min(tensor.nbytes, num_bytes)
         if num_on_host:
-            allowed = kind is OperatorKind.METADATA or (kind is OperatorKind.COPY and num_on_host == len(operands))
+            # A plain tensor, outside of what runs, is host memory of the caller's: weights are updated from such.
+            stays = num_on_host + num_plain == len(operands)
+            allowed = kind is OperatorKind.METADATA or (kind is OperatorKind.COPY and stays)
             if not allowed:
                 raise RuntimeError(_two_devices_text(func, args, kwargs, ledger))
         elif kind is OperatorKind.RESIZE and self.running_depth:

@@ -33,6 +33,7 @@ from residency.worker_setup import Options, prepare
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from residency.gpu.device import Device
     from residency.gpu.hazards import Hazard
@@ -214,6 +215,15 @@ class Manager:
                 if self._status.round_thread != threading.get_ident():
                     self._stop_if_fatal(error)
                 raise
+
+    def whole(self, component: str) -> AbstractContextManager[Any]:
+        """Have a component whole on the device, whatever its placement, to change its weights there; yields the module.
+
+        What is changed in place inside (an adapter that is merged, a weight update) is kept, and its placement is in
+        force again afterwards. Raises UnknownComponent, PipelineBusy while somebody else has the pipeline, and
+        torch.OutOfMemoryError, with everything as it was, if it does not fit.
+        """
+        return self._pipeline.whole(component)
 
     def export_placement(self, path: str | os.PathLike[str]) -> None:
         """Write the placement in force to a file that `attach(placement=...)` takes. Raises OSError."""
