@@ -114,6 +114,11 @@ class ManagedPipeline:
         return self._streamer.window_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host copies now, page-locked ones included."""
+        return sum(component.host_bytes for component in self._components.values())
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes of page-locked host copies now."""
         return sum(component.pinned_bytes for component in self._components.values())

@@ -97,7 +97,13 @@ class Epoch:
         figures = {"ready_ms": round(ready_ms, 3), "journal_ms": round(journal_ms, 3)}
         self._note(
             EventType.SERVING,
-            {"placement": report.placement.digest, "decision": decision.value, "reason": reason, **figures},
+            {
+                "placement": report.placement.digest,
+                "decision": decision.value,
+                "reason": reason,
+                **figures,
+                **self.setup.worker.memory_figures(),
+            },
         )
         return report
 

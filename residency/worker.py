@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from residency.effects.place import PlaceComponent, order_effects
 from residency.effects.spec import EffectSpec
 from residency.effects.transaction import Transaction
 from residency.errors import EffectFailed, PlacementInfeasible, SettingsError
 from residency.gpu.device import is_out_of_memory
-from residency.gpu.host_memory import read_host
+from residency.gpu.host_memory import booked_against_kernel, read_host
 from residency.gpu.measure import measure_request
 from residency.gpu.output import flatten_output, outputs_close
 from residency.gpu.poison import find_poison
@@ -137,3 +137,16 @@ class PipelineWorker:
         """Read the host's memory now; a declared host_ram bounds what may be pinned."""
         reading = read_host(host_ram_bytes=self._host_ram_bytes)
         return replace(reading, pin_budget_bytes=0) if self._pins_refused else reading
+
+    def memory_figures(self) -> dict[str, Any]:
+        """Return what is booked of host and device beside what kernel and allocator say, for the journal. Read-only."""
+        pipeline = self.pipeline
+        memory, host = pipeline.device.memory(), booked_against_kernel(pipeline.host_bytes)
+        return {
+            "host_memory": {**asdict(host), "pinned_bytes": pipeline.pinned_bytes},
+            "device_memory": {
+                "window_bytes": pipeline.window_bytes,
+                "allocated_bytes": memory.allocated_bytes,
+                "reserved_bytes": memory.reserved_bytes,
+            },
+        }

@@ -300,3 +300,22 @@ def test_an_upload_follows_the_kernels_of_its_stream(device: CudaDevice) -> None
         uploaded = device.upload(source, pinned=True)
         assert int(as_tensor(uploaded).sum(dtype=torch.int64)) == 7 * 64 * MIB
     device.unpin(source)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nbytes", [GIB // 8 + 7, 33 * MIB, MIB + 1])
+def test_pageable_memory_that_goes_through_buffers_arrives_bit_for_bit(device: CudaDevice, nbytes: int) -> None:
+    sources = [touched(nbytes) for _ in range(2)]
+    for seed, source in enumerate(sources):
+        as_tensor(source).copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=_seeded(seed)))
+    copies = device.upload_all([(source, False) for source in sources])
+    # Whoever changes the source afterwards does not change the copy.
+    expected = [as_tensor(source).clone() for source in sources]
+    for source in sources:
+        as_tensor(source).zero_()
+    for copy, values in zip(copies, expected, strict=True):
+        assert torch.equal(as_tensor(device.download(copy)), values)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
