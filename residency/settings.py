@@ -100,6 +100,12 @@ def allocator_settings() -> str:
     return next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
 
 
+def num_local_ranks() -> int:
+    """Return how many processes of one launch share this host's memory: LOCAL_WORLD_SIZE as launchers set it, else 1."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
 def wants_color() -> bool:
     """Whether colour may be used on a terminal: the convention NO_COLOR says no."""
     return not os.environ.get("NO_COLOR")

@@ -10,7 +10,7 @@ from residency.effects.spec import EffectSpec
 from residency.effects.transaction import Transaction
 from residency.errors import EffectFailed, PlacementInfeasible, SettingsError
 from residency.gpu.device import is_out_of_memory
-from residency.gpu.host_memory import booked_against_kernel, read_host
+from residency.gpu.host_memory import booked_against_kernel, read_host, trim
 from residency.gpu.measure import measure_request
 from residency.gpu.output import flatten_output, outputs_close
 from residency.gpu.poison import find_poison
@@ -37,11 +37,13 @@ class PipelineWorker:
         warmup: Callable[[Workload], object] | None,
         target_steps: int,
         host_ram_bytes: int | None = None,
+        num_local_ranks: int = 1,
         tolerance: float | None = None,
     ) -> None:
         self.pipeline = pipeline
         self._warmup, self._target_steps = warmup, target_steps
         self._host_ram_bytes, self._tolerance = host_ram_bytes, tolerance
+        self._num_local_ranks = num_local_ranks
         self._specs = pipeline.specs
         self._pins_refused = False
 
@@ -75,8 +77,9 @@ class PipelineWorker:
         return tuple(PlaceComponent(self.pipeline, spec) for spec in order_effects(changes, self.pipeline))
 
     def commit(self) -> None:
-        """Release host copies that the placement in force does not need."""
+        """Release host copies that the placement in force does not need, and give their memory back to the system."""
         self.pipeline.commit()
+        trim()
 
     def place(self, target: Placement) -> None:
         """Go to a placement outside any round: the initial one, before there is anything to go back to.
@@ -135,7 +138,7 @@ class PipelineWorker:
 
     def host(self) -> HostReading:
         """Read the host's memory now; a declared host_ram bounds what may be pinned."""
-        reading = read_host(host_ram_bytes=self._host_ram_bytes)
+        reading = read_host(host_ram_bytes=self._host_ram_bytes, num_local_ranks=self._num_local_ranks)
         return replace(reading, pin_budget_bytes=0) if self._pins_refused else reading
 
     def memory_figures(self) -> dict[str, Any]:

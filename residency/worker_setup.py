@@ -27,6 +27,7 @@ from residency.settings import (
     allocator_settings,
     journal_location,
     kill_switch,
+    num_local_ranks,
     parse_size,
     sentinel_path,
     worker_name,
@@ -127,6 +128,7 @@ def _describe(
         warmup=options.warmup,
         target_steps=1 if workload is None else workload.steps,
         host_ram_bytes=host_ram_bytes,
+        num_local_ranks=num_local_ranks(),
         tolerance=options.tolerance,
     )
     reading = worker.device()
@@ -142,7 +144,7 @@ def _describe(
     parts = fingerprint(
         specs=worker.specs,
         device=reading,
-        host=read_host(host_ram_bytes=host_ram_bytes),
+        host=read_host(host_ram_bytes=host_ram_bytes, num_local_ranks=num_local_ranks()),
         workload=workload,
         configured=chosen,
         content=identity,

@@ -10,6 +10,7 @@ from residency.settings import (
     allocator_settings,
     journal_location,
     kill_switch,
+    num_local_ranks,
     parse_size,
     sentinel_path,
     sqlite_path,
@@ -168,3 +169,13 @@ def test_no_color_takes_colour_away_whatever_its_value(
     monkeypatch.setenv("NO_COLOR", value)
 
     assert wants_color() is expected
+
+
+@pytest.mark.parametrize(("text", "number"), [(None, 1), ("4", 4), ("", 1), ("0", 1), ("many", 1), ("-2", 1)])
+def test_the_launcher_says_how_many_processes_share_the_host(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, number: int
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if text is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    assert num_local_ranks() == number
