@@ -95,6 +95,7 @@ def request_model(
         cap_bytes,
         placements=[Placement(components={spec.name: RESIDENT for spec in specs})],
         reserve_bytes=reserve_bytes,
+        busy_slowdown=min(0.5, max(0.0, resident.get("busy", {}).get("slowdown", {}).get("request", 1.0) - 1.0)),
     )
     # Observing a request costs it some time, which no bound may have.
     observed_s, plain_s = record.duration_ns / 1e9, resident["median_s"]

@@ -110,6 +110,7 @@ class Streamer:
         self._wanted_bytes = 0
         self._yields: dict[str, int] = {}
         self._yielding: list[str] = []
+        self._is_short = False  # There was no memory for all of the window.
         self._loaded: dict[Layer, None] = {}  # Layers with a room, the one that was asked for first, first.
         self._known: dict[Layer, None] = {}  # Layers that had one: they remember places of the window.
 
@@ -153,6 +154,7 @@ class Streamer:
             return  # What is queued here would become part of the graph.
         self._forecast.begin()
         self._yielding.clear()
+        self._is_short = False
         self.refill()
 
     def end(self) -> None:
@@ -162,21 +164,25 @@ class Streamer:
         attempt_all([partial(self._take_back, layer) for layer in self._loaded if not layer.store.is_idle])
         self._forecast.end()
         self._yielding.clear()
-        self._grow()
         self._run_ahead()
 
     def component_entered(self, name: str) -> None:
-        """A component is about to run: give back what it is to have of the window."""
-        if name in self._yields and self._window is not None and not self.device.is_capturing():
+        """A component is about to run: give back what it is to have of the window, or take again what others had."""
+        if self._window is None or self.device.is_capturing():
+            return
+        if name in self._yields:
             self._forecast.note(name)
             self._yielding.append(name)
             self._make_way(self._yields[name])
+        elif not self._yielding and not self._window.is_whole and not self._is_short:
+            self._grow()
+            self._run_ahead()
 
     def component_left(self, name: str) -> None:
         """A component has run."""
         if name in self._yielding:
             self._yielding.remove(name)
-            self._grow()
+            # Not now: what it has computed may lie in the middle of what it had, and goes when the request is over.
             self._run_ahead()
 
     def enter(self, layer: Layer) -> None:
@@ -295,3 +301,4 @@ class Streamer:
                 self._window.grow(self._yielded)
             except torch.OutOfMemoryError as error:
                 error.__traceback__ = None
+                self._is_short = True  # Until the next request: to ask again and again costs more than it gives.

@@ -61,7 +61,7 @@ def _check(connection: driver.Connection, path: Path) -> None:
         raise JournalNewer(journal=str(path), found=found, known=FORMAT)
     said = value_of("PRAGMA quick_check(1)")
     if said != "ok":
-        raise explain(ValueError(f"malformed: {said}"), journal=path)
+        raise explain(ValueError(f"malformed: {' '.join(str(said).split())}"), journal=path)
     rows = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'trigger'").fetchall()
     missing = sorted(set(TRIGGERS) - {str(row[0]) for row in rows})
     if missing:

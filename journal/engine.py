@@ -9,6 +9,7 @@ from sqlalchemy import Engine, column, create_engine, event, table
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from residency.errors import JournalError
+from residency.journal.file_system import shared_file_system
 from residency.journal.schema import CREATE, EVENT_COLUMNS
 from residency.journal.sqlite import connect, driver
 
@@ -26,6 +27,9 @@ META = table("meta", column("key"), column("value"))
 
 # PRAGMA synchronous: FULL is what keeps an acknowledged commit through a power loss in WAL mode.
 _FULL = 2
+
+# Journals that are kept without a WAL, each told once.
+_warned: set[Path] = set()
 
 
 def make_engine(path: Path, *, wait_s: float) -> Engine:
@@ -46,7 +50,8 @@ def make_engine(path: Path, *, wait_s: float) -> Engine:
         cursor = connection.cursor()
         try:
             for pragma in (
-                "synchronous = FULL",
+                # Without a WAL, EXTRA also puts the removal of its rollback journal on disk.
+                f"synchronous = {'FULL' if shared_file_system(path) is None else 'EXTRA'}",
                 "foreign_keys = ON",
                 "recursive_triggers = ON",  # INSERT OR REPLACE meets the delete trigger
             ):
@@ -56,7 +61,7 @@ def make_engine(path: Path, *, wait_s: float) -> Engine:
             found = cursor.fetchone()
         finally:
             cursor.close()
-        if found is None or found[0] != _FULL:
+        if found is None or found[0] < _FULL:
             raise JournalError(
                 journal=str(path),
                 problem=f"SQLite does not write durably (synchronous is {found}, not {_FULL})",
@@ -84,14 +89,25 @@ def create_tables(connection: Connection, meta: dict[str, str]) -> None:
 
 
 def use_wal(connection: Connection, path: Path) -> None:
-    """Put the file into WAL mode, so that readers never hold up a writer. A second call changes nothing."""
+    """Put the file into WAL mode, so that readers never hold up a writer. A second call changes nothing.
+
+    Where several hosts may share the file it goes without: as durable, slower, and readers wait for writers.
+    """
+    shared = shared_file_system(path)
     raw = connection.connection
     cursor = raw.cursor()
     try:
-        cursor.execute("PRAGMA journal_mode = WAL")
+        cursor.execute(f"PRAGMA journal_mode = {'WAL' if shared is None else 'DELETE'}")
         found = cursor.fetchone()
     finally:
         cursor.close()
-    if found is None or found[0] != "wal":
-        # No shared memory there (a network file system). As durable, slower, and readers wait for writers.
-        log.warning("journal %s: SQLite cannot use a WAL there (it uses %s); move it to a local disk", path, found)
+    mode = None if found is None else found[0]
+    if shared is not None and path not in _warned:
+        _warned.add(path)
+        log.warning(
+            "journal %s is on %s, which several hosts may share, and there a WAL loses events; it is kept without one "
+            "(mode %s): keep it on a local disk, one journal a host, or on a server",
+            path, shared, mode,
+        )  # fmt: skip
+    if shared is None and mode != "wal":
+        log.warning("journal %s: SQLite cannot use a WAL there (it uses %s); move it to a local disk", path, mode)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import uuid
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from residency.journal.engine import create_tables, make_engine, use_wal
 from residency.journal.head import CONTRADICTED
 from residency.journal.header import unusable
 from residency.journal.location import SQLITE_SUFFIXES, beside, head_path
+from residency.journal.meta import new_meta
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,15 +60,7 @@ def create_journal(path: Path, *, created_at_ns: int, wait_s: float) -> None:
     engine = make_engine(temporary, wait_s=wait_s)
     try:
         with engine.connect() as connection:
-            create_tables(
-                connection,
-                {
-                    "format": "residency.journal",
-                    "journal_id": str(uuid.uuid4()),
-                    "hash": "sha256",
-                    "created_at_ns": str(created_at_ns),
-                },
-            )
+            create_tables(connection, new_meta(created_at_ns=created_at_ns))
             use_wal(connection, path)
         engine.dispose()
         os.replace(temporary, path)

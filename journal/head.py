@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from residency.journal.events import Event
+
 HEAD_FORMAT = 1
 
 # In the names of witnesses that were set aside, because the journal did not bear them out.
@@ -42,6 +44,11 @@ class Head:
 
 class HeadUnreadable(ValueError):
     """Raised when the witness is there and cannot be read as one."""
+
+
+def head_of(event: Event) -> StreamHead:
+    """Return the head of a stream that ends with this event."""
+    return StreamHead(position=event.position, stream_version=event.stream_version, hash=event.hash.hex())
 
 
 def read_head(journal: Path) -> Head | None:

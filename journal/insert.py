@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sqlalchemy import column, func, select, table
+from sqlalchemy import select
 
 from residency.journal.encode import canonical_json
 from residency.journal.engine import BLOBS, EVENTS
@@ -15,24 +15,37 @@ from residency.journal.events import Draft, Event
 from residency.journal.hashing import ZERO_HASH, blob_digest, hash_event
 from residency.journal.host import boot_id
 from residency.journal.schema import EVENT_COLUMNS
+from residency.journal.upcast import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sqlalchemy.engine import Connection
 
-# Of an event's payload. A change of its meaning raises it, and the reader learns to read both.
-EVENT_SCHEMA_VERSION = 1
+# Text, not built from parts: to build a statement, and to look it up, takes as long as the disk does.
+_COLUMNS = ", ".join(f'"{name}"' for name in EVENT_COLUMNS)
+_INSERT = f"INSERT INTO events ({_COLUMNS}) VALUES "
+_ROW = f"({', '.join('?' * len(EVENT_COLUMNS))})"
+_TAIL = "SELECT stream_version, hash FROM events WHERE stream = ? ORDER BY stream_version DESC LIMIT 1"
+_HIGHEST = "SELECT (SELECT seq FROM sqlite_sequence WHERE name = 'events'), (SELECT max(position) FROM events)"
 
-_SEQUENCE = table("sqlite_sequence", column("name"), column("seq"))
+# A server takes 65,535 values in one statement.
+_ROWS_MAX = 500
+
+# Of a stream: number and hash of its last event.
+Tail = tuple[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A draft with its payload as bytes, so that the transaction does no work that could fail on a value."""
+    """A draft with its payload as bytes, so that the transaction does no work that could fail on a value.
+
+    event_id: drawn once, so that it can be looked up after a commit whose outcome is unknown.
+    """
 
     draft: Draft
     payload: bytes
+    event_id: str
 
     @classmethod
     def of(cls, draft: Draft) -> Prepared:
@@ -41,39 +54,35 @@ class Prepared:
         Raises:
             JournalError: its payload is not JSON.
         """
-        return cls(draft, canonical_json(draft.payload))
+        return cls(draft, canonical_json(draft.payload), str(uuid.uuid4()))
 
 
 def insert_events(
     connection: Connection,
     prepared: Sequence[Prepared],
     *,
+    after: int,
     stream: str,
     epoch: str,
     rank: int,
     clock_ns: Callable[[], int],
+    tail: Tail | None = None,
 ) -> tuple[Event, ...]:
     """Insert the events at the end of the journal and of their stream, and return them.
 
-    Needs a transaction that has the write lock: the numbers and the hash before are read in it.
+    after: the last position that was given. tail: of the stream, if it was read already. Needs a transaction that has
+    the write lock: all of this is read in it.
 
     Raises:
-        sqlalchemy.exc.DBAPIError: whatever SQLite says.
+        sqlalchemy.exc.DBAPIError: whatever the database says.
     """
     _insert_blobs(connection, prepared)
-    position = _last_position(connection)
-    last = connection.execute(
-        select(EVENTS.c.stream_version, EVENTS.c.hash)
-        .where(EVENTS.c.stream == stream)
-        .order_by(EVENTS.c.stream_version.desc())
-        .limit(1)
-    ).one_or_none()
-    version, previous = (int(last[0]), bytes(last[1])) if last is not None else (0, ZERO_HASH)
+    version, previous = stream_tail(connection, stream) if tail is None else tail
     events: list[Event] = []
     for offset, one in enumerate(prepared, start=1):
         event = _make_event(
             one,
-            position=position + offset,
+            position=after + offset,
             stream=stream,
             stream_version=version + offset,
             epoch=epoch,
@@ -83,14 +92,39 @@ def insert_events(
         )
         previous = event.hash
         events.append(event)
-    connection.execute(EVENTS.insert(), [{name: getattr(event, name) for name in EVENT_COLUMNS} for event in events])
+    _insert_rows(connection, events)
     return tuple(events)
 
 
-def _last_position(connection: Connection) -> int:
-    # The sequence remembers rows that were cut off the end, so that their positions stay a gap.
-    highest = connection.execute(select(func.max(EVENTS.c.position))).scalar_one()
-    sequence = connection.execute(select(_SEQUENCE.c.seq).where(_SEQUENCE.c.name == "events")).scalar_one_or_none()
+def _insert_rows(connection: Connection, events: Sequence[Event]) -> None:
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(_INSERT + _ROW, list(map(tuple, events)))
+        return
+    # Many rows in one statement; else the driver sends many, and logs a warning of its own when one is refused.
+    for start in range(0, len(events), _ROWS_MAX):
+        some = events[start : start + _ROWS_MAX]
+        statement = (_INSERT + ", ".join([_ROW] * len(some))).replace("?", "%s")
+        connection.exec_driver_sql(statement, tuple(value for event in some for value in event))
+
+
+def stream_tail(connection: Connection, stream: str) -> Tail:
+    """Return number and hash of a stream's last event; 0 and the zero hash before the first."""
+    statement = _TAIL if connection.dialect.name == "sqlite" else _TAIL.replace("?", "%s")
+    last = connection.exec_driver_sql(statement, (stream,)).one_or_none()
+    return (int(last[0]), bytes(last[1])) if last is not None else (0, ZERO_HASH)
+
+
+def hash_at(connection: Connection, stream: str, version: int) -> bytes | None:
+    """Return the hash of a stream's event by its number, None if it is not there."""
+    of_version = (EVENTS.c.stream == stream) & (EVENTS.c.stream_version == version)
+    found = connection.execute(select(EVENTS.c.hash).where(of_version)).scalar_one_or_none()
+    return None if found is None else bytes(found)
+
+
+def highest_given(connection: Connection) -> int:
+    """Return the last position that a SQLite journal has given, also to rows that were cut off its end since."""
+    # Their positions stay a gap.
+    sequence, highest = connection.exec_driver_sql(_HIGHEST).one()
     return max(int(highest or 0), int(sequence or 0))
 
 
@@ -117,12 +151,12 @@ def _make_event(
         position=position,
         stream=stream,
         stream_version=stream_version,
-        event_id=str(uuid.uuid4()),
+        event_id=one.event_id,
         epoch=epoch,
         round=draft.round,
         rank=rank,
         type=draft.type.value,
-        schema_version=EVENT_SCHEMA_VERSION,
+        schema_version=SCHEMA_VERSION,
         from_state=draft.from_state,
         to_state=draft.to_state,
         trigger=draft.trigger,
@@ -134,4 +168,4 @@ def _make_event(
         previous_hash=previous_hash,
         hash=b"",
     )
-    return replace(unhashed, hash=hash_event(unhashed))
+    return unhashed._replace(hash=hash_event(unhashed))

@@ -1,4 +1,4 @@
-"""Where a journal is: a path or a sqlite:/// URL made into one absolute path, and the files beside it."""
+"""Where a journal is: a path or a sqlite:/// URL made into one absolute path, the files beside it, or a server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,42 @@ import re
 from pathlib import Path
 
 from residency.errors import JournalError
+from residency.journal.pg_location import SCHEMES, ServerLocation
 
 _SCHEME = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)$", re.DOTALL)
+
+
+def is_server(url: str | os.PathLike[str]) -> bool:
+    """Whether this names a journal on a PostgreSQL server, and not a file."""
+    return scheme_of(url) in SCHEMES
+
+
+def scheme_of(url: str | os.PathLike[str]) -> str | None:
+    """Return the scheme of a URL in lower case; None for a path."""
+    found = _SCHEME.match(os.fspath(url))
+    return None if found is None else found["scheme"].lower()
+
+
+def shown_location(url: str | os.PathLike[str]) -> str:
+    """Return a path or a URL as people may see it: without a password."""
+    text = os.fspath(url)
+    if is_server(text):
+        try:
+            return str(ServerLocation.parse(text))
+        except JournalError:
+            pass
+    found = _SCHEME.match(text)
+    # What cannot be parsed may hold a password anywhere.
+    return text if found is None or found["scheme"].lower().startswith("sqlite") else f"{found['scheme']}://..."
+
+
+def driver_missing(location: str, error: ImportError) -> JournalError:
+    """Return the error for a journal on a server where the driver cannot be loaded."""
+    return JournalError(
+        journal=location,
+        problem=f"needs psycopg, which cannot be loaded ({error})",
+        remedy="pip install 'residency[postgresql]'",
+    )
 
 
 def journal_path(url: str | os.PathLike[str]) -> Path:
@@ -17,7 +51,7 @@ def journal_path(url: str | os.PathLike[str]) -> Path:
     Links are followed because the locks beside the file must be the same ones for everybody.
 
     Raises:
-        JournalError: another kind of URL, a journal in memory, or a path that no system takes.
+        JournalError: a server's URL or another kind, a journal in memory, or a path that no system takes.
     """
     text = os.fspath(url)
     found = _SCHEME.match(text)
@@ -32,11 +66,17 @@ def journal_path(url: str | os.PathLike[str]) -> Path:
 
 
 def _path_of_url(text: str, scheme: str, rest: str) -> str:
-    if scheme.split("+")[0] != "sqlite":
+    if is_server(text):
         raise JournalError(
-            journal=text.split("@")[-1] if "@" in text else text,
-            problem=f"{scheme} journals are not supported yet",
-            remedy="name a path or a sqlite:/// URL",
+            journal=shown_location(text),
+            problem="is on a server, and this needs a journal in a file",
+            remedy="use the server's own tools, or name a path or a sqlite:/// URL",
+        )
+    if scheme.lower().split("+")[0] != "sqlite":
+        raise JournalError(
+            journal=shown_location(text),
+            problem=f"{scheme} journals are not supported",
+            remedy="name a path, a sqlite:/// URL, or a postgresql+psycopg:// URL",
         )
     if "?" in rest:
         raise JournalError(

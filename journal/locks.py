@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Self
@@ -14,13 +15,11 @@ from residency.journal.header import unusable
 from residency.journal.location import beside
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
-# Between two looks at a lock that is taken; an append takes about a millisecond.
-_POLL_S_MIN, _POLL_S_MAX = 0.000_5, 0.02
-
-_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+_locks: weakref.WeakSet[FileLock | _Waiting] = weakref.WeakSet()
 
 
 class FileLock:
@@ -52,22 +51,41 @@ class FileLock:
             raise unusable(self.path, error) from error
 
     def acquire(self, *, wait_s: float) -> None:
-        """Take the lock, waiting for at most `wait_s` seconds. Blocks.
+        """Take the lock, waiting for at most `wait_s` seconds, in the order of those who wait. Blocks.
 
         Raises:
             JournalError: it stayed taken, or the lock file cannot be used.
         """
         deadline = time.monotonic() + wait_s
-        pause_s = _POLL_S_MIN
         while not self.try_acquire():
-            if time.monotonic() >= deadline:
+            try:
+                self._wait(deadline)
+            except OSError as error:
+                raise unusable(self.path, error) from error
+            if self._descriptor is None:
                 raise JournalError(
                     journal=str(self.path),
                     problem=f"another writer has kept it locked for longer than {wait_s:g} s",
                     remedy="end that process, then try again",
                 )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S_MAX)
+            # Somebody may have removed the file meanwhile, as above.
+            if not self._forget_if_replaced(self._descriptor):
+                return
+
+    def _wait(self, deadline: float) -> None:
+        """Have a descriptor that holds the lock, or none. Whatever interrupts it, nobody else is kept from the lock."""
+        self.close()
+        waiting = _Waiting(self.path)
+        try:
+            if waiting.wait(deadline):
+                self._descriptor = waiting.own
+                waiting.own = None
+        except BaseException:
+            if waiting.own is not None:
+                self._descriptor = None
+            raise
+        finally:
+            waiting.give_up()
 
     def release(self) -> None:
         """Give the lock back. A second call is a no-op."""
@@ -112,6 +130,53 @@ class FileLock:
         return True
 
 
+class _Waiting:
+    """Waits for a lock on a thread of its own, because the system's own queue is fair, and cannot be told when to stop.
+
+    Looking again and again instead, a writer among eight that never pause would wait for a second.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.own: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = threading.Lock()
+        self._is_done = threading.Event()
+        self._is_over = False
+        self._problem: OSError | None = None
+        _locks.add(self)
+        threading.Thread(target=self._run, args=(self.own,), name="residency-journal-lock", daemon=True).start()
+
+    def wait(self, deadline: float) -> bool:
+        """Whether `own` has the lock by then. Blocks; raises OSError if the system refuses to lock."""
+        if not self._is_done.wait(max(0.0, deadline - time.monotonic())):
+            return False
+        if self._problem is not None:
+            raise self._problem
+        return True
+
+    def give_up(self) -> None:
+        """Let go of what was not taken over: now, or once the lock is had."""
+        with self._lock:
+            self._is_over = True
+            if self._is_done.is_set():
+                self.close()
+
+    def close(self) -> None:
+        """Close the file, and with it the lock. A second call is a no-op."""
+        descriptor, self.own = self.own, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _run(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            self._problem = error
+        with self._lock:
+            self._is_done.set()
+            if self._is_over:
+                self.close()
+
+
 def _close_in_child() -> None:
     # A child shares the parent's lock: kept open, it would outlive the parent. Closing does not release the parent's.
     for lock in list(_locks):
@@ -124,31 +189,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 class StreamLock:
     """The right of one live epoch to write a stream. Ends with release(), or with the process however it ends."""
 
-    def __init__(self, lock: FileLock, stream: str) -> None:
-        self._lock = lock
+    def __init__(self, stream: str, release: Callable[[], None]) -> None:
         self.stream = stream
-
-    @classmethod
-    def take(cls, journal: Path, stream: str) -> Self:
-        """Take the stream, without waiting.
-
-        Raises:
-            StreamInUse: another live epoch holds it.
-            JournalError: the lock file cannot be used.
-        """
-        # A digest, because a stream's name may hold what a file's name must not.
-        name = hashlib.sha256(stream.encode()).hexdigest()[:16]
-        lock = FileLock(beside(journal, f".stream-{name}.lock"))
-        if not lock.try_acquire():
-            holder = lock.read() or "another process"
-            lock.close()
-            raise StreamInUse(journal=str(journal), stream=stream, holder=holder)
-        lock.write(f"process {os.getpid()}")
-        return cls(lock, stream)
+        self._release = release
 
     def release(self) -> None:
         """Give the stream back. A second call is a no-op."""
-        self._lock.close()
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -157,3 +204,21 @@ class StreamLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def hold_stream(journal: Path, stream: str) -> StreamLock:
+    """Take a stream of a journal in a file, without waiting.
+
+    Raises:
+        StreamInUse: another live epoch holds it.
+        JournalError: the lock file cannot be used.
+    """
+    # A digest, because a stream's name may hold what a file's name must not.
+    name = hashlib.sha256(stream.encode()).hexdigest()[:16]
+    lock = FileLock(beside(journal, f".stream-{name}.lock"))
+    if not lock.try_acquire():
+        holder = lock.read() or "another process"
+        lock.close()
+        raise StreamInUse(journal=str(journal), stream=stream, holder=holder)
+    lock.write(f"process {os.getpid()}")
+    return StreamLock(stream, lock.close)

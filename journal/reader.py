@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
+import time
 import weakref
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from importlib import import_module
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from residency.errors import JournalCorrupt, JournalError, JournalNewer
-from residency.journal.events import Event
 from residency.journal.hashing import Column, blob_digest
 from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open, num_open
-from residency.journal.location import SQLITE_SUFFIXES, beside, journal_path
+from residency.journal.location import driver_missing, is_server, journal_path, shown_location
+from residency.journal.rows import Hashes, Row, Types, event_of_row
 from residency.journal.schema import APPLICATION_ID, EVENT_COLUMNS, FORMAT
-from residency.journal.sqlite import FAILURES, abandon, cannot_open, connect, driver, explain, lenient_text
+from residency.journal.source import WAIT_S, Source, open_source
+from residency.journal.sqlite import FAILURES, abandon, driver, explain, lenient_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
     from types import TracebackType
+
+    from residency.journal.events import Event
+    from residency.journal.findings import Finding
 
 # Rows per read transaction: a long one keeps the WAL from being reset.
 _PAGE = 500
+_BLOBS_PER_PAGE = 100
 
-# Appends do not block readers in WAL mode; only recovery after a crash does, for a moment.
-_WAIT_S = 5.0
+# Of a copy, between two looks at the clock: 16 MiB. SQLite waits so long for a lock on what is copied.
+_PAGES_PER_STEP = 4096
+_STEP_WAIT_S = 0.01
 
 _COLUMNS = ", ".join(f'"{column}"' for column in EVENT_COLUMNS)
 
@@ -41,50 +46,10 @@ WITH RECURSIVE found(stream) AS (
 SELECT stream FROM found WHERE stream IS NOT NULL
 """
 
-Row = tuple[Column, ...]
+Result = TypeVar("Result")
 
 # A journal that changes faster than it can be opened again is in use by someone whose locks we cannot take.
 _REOPENS_MAX = 10
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What tells that somebody wrote to a journal: to the file itself, or to its WAL."""
-
-    inode: int
-    num_bytes: int
-    changed_ns: int
-    wal_bytes: int
-
-
-def _state_of(path: Path) -> _State:
-    found = os.stat(path)
-    try:
-        wal_bytes = os.stat(beside(path, "-wal")).st_size
-    except FileNotFoundError:
-        wal_bytes = 0
-    return _State(found.st_ino, found.st_size, found.st_mtime_ns, wal_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What is read. state: what it must still be, where it is read without SQLite's locks. copy: a temporary folder."""
-
-    connection: driver.Connection
-    state: _State | None = None
-    copy: str | None = None
-
-    def is_outdated(self, path: Path) -> bool:
-        """Whether what was read may be mixed, or old."""
-        try:
-            return self.state is not None and _state_of(path) != self.state
-        except OSError:
-            return False  # it was moved away: what is open is all there is
-
-    def close(self) -> None:
-        self.connection.close()
-        if self.copy is not None:
-            shutil.rmtree(self.copy, ignore_errors=True)
 
 
 _readers: weakref.WeakSet[JournalReader] = weakref.WeakSet()
@@ -98,23 +63,34 @@ class JournalReader:
     long as nothing changes.
     """
 
-    def __init__(self, path: Path, source: _Source, key: tuple[int, int]) -> None:
-        self.path = path
-        self._source: _Source | None = source
+    # What verify looks at beside events, of a journal that is no file.
+    own_checks: tuple[Callable[[JournalReader], Iterable[Finding]], ...] = ()
+
+    # Where the head witness lies beside; None if it has none.
+    witness_path: Path | None
+
+    def __init__(self, path: Path, source: Source, key: tuple[int, int]) -> None:
+        self.path = self.witness_path = path
+        self.location = str(path)
+        self._source: Source | None = source
         self._key = key
         self._lock = threading.Lock()
         self._pid = os.getpid()
         _readers.add(self)
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str]) -> Self:
+    def open(cls, url: str | os.PathLike[str], *, state_folder: Path | None = None) -> JournalReader:
         """Open an existing journal for reading. A crashed one, too: its -wal is read and left as it is.
+
+        state_folder: where the head witness of a journal on a server is kept on this host.
 
         Raises:
             JournalNewer: written by a newer program.
             JournalCorrupt: damaged, or not a journal of ours.
-            JournalError: missing, a directory, not readable, or locked.
+            JournalError: missing, a directory, not readable, or locked; a server that cannot be reached or refuses.
         """
+        if is_server(url):
+            return _server_reader(os.fspath(url), state_folder)
         path = journal_path(url)
         kind = inspect(path)
         if kind is FileKind.MISSING:
@@ -126,10 +102,10 @@ class JournalReader:
         is_shared = num_open(path) > 0
         key = note_open(path)
         try:
-            reader = cls(path, _open_source(path, is_shared=is_shared), key)
+            reader = cls(path, open_source(path, is_shared=is_shared), key)
         except FAILURES as error:
             note_closed(key)
-            raise explain(error, journal=path, wait_s=_WAIT_S) from error
+            raise explain(error, journal=path, wait_s=WAIT_S) from error
         except BaseException:
             note_closed(key)
             raise
@@ -153,22 +129,27 @@ class JournalReader:
         until_ns: int | None = None,
         limit: int | None = None,
         newest_first: bool = False,
+        *,
+        check: bool = False,
     ) -> Iterator[Event]:
         """Yield events by position, oldest first unless told otherwise. Read-only.
 
         after, before: positions, both exclusive. since_ns, until_ns: bounds of recorded_at, both inclusive; the clock
-        may have stepped back between two events. limit: how many at most.
+        may have stepped back between two events. limit: how many at most. check: see to it that each event is what was
+        written, and follows the one that was read before it in its stream; `verify` looks at much more.
 
         Raises:
             JournalCorrupt: the file is damaged where it is read.
             JournalError: it can no longer be read.
         """
         lower, upper, left = after, before, limit
+        look = Hashes(self.location) if check else Types(self.location)
         while left is None or left > 0:
             count = _PAGE if left is None else min(_PAGE, left)
             rows = self._page(stream, lower, upper, since_ns, until_ns, count, newest_first)
             for row in rows:
-                yield _event(row)
+                look(row)
+                yield event_of_row(row)
             if len(rows) < count:
                 return
             position = int(rows[-1][0] or 0)
@@ -185,14 +166,62 @@ class JournalReader:
         rows = self.query("SELECT content FROM blobs WHERE digest = ?", (digest,))
         if not rows:
             raise JournalError(
-                journal=str(self.path), problem=f"has no blob {digest!r}", remedy="see 'residency verify'"
+                journal=self.location, problem=f"has no blob {digest!r}", remedy="see 'residency verify'"
             )
         content = rows[0][0]
         if not isinstance(content, bytes) or blob_digest(content) != digest:
             raise JournalCorrupt(
-                journal=str(self.path), problem=f"blob {digest!r} is damaged", remedy="see 'residency verify'"
+                journal=self.location, problem=f"blob {digest!r} is damaged", remedy="see 'residency verify'"
             )
         return content
+
+    def blobs(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the digest and the content of every blob, by digest, as they stand: unchecked. Read-only.
+
+        Raises:
+            JournalCorrupt: the file is damaged where it is read.
+            JournalError: it can no longer be read.
+        """
+        last = ""
+        while True:
+            rows = self.query(
+                "SELECT digest, content FROM blobs WHERE digest > ? ORDER BY digest LIMIT ?", (last, _BLOBS_PER_PAGE)
+            )
+            for digest, content in rows:
+                yield str(digest), content if isinstance(content, bytes) else str(content).encode()
+            if len(rows) < _BLOBS_PER_PAGE:
+                return
+            last = str(rows[-1][0])
+
+    def meta(self) -> dict[str, str]:
+        """Return what the journal says about itself. Read-only; raises like `query`."""
+        return {str(key): str(value) for key, value in self.query("SELECT key, value FROM meta ORDER BY key")}
+
+    def last_position(self) -> int:
+        """Return the last position that was ever given, 0 if none. Read-only; raises like `query`."""
+        row = self.query(
+            "SELECT (SELECT seq FROM sqlite_sequence WHERE name = 'events'), (SELECT max(position) FROM events)"
+        )[0]
+        return max(int(row[0] or 0), int(row[1] or 0))
+
+    def copy_into(self, target: driver.Connection, *, name: str, limit_s: float) -> None:
+        """Copy the journal as it is at one moment into an empty database, of this name. Read-only; holds up no writer.
+
+        Raises:
+            JournalCorrupt: the file is damaged where it is read.
+            JournalError: it took longer than limit_s seconds, or like `query`.
+        """
+        deadline = time.monotonic() + limit_s
+
+        def check(_status: int, _remaining: int, _total: int) -> None:
+            if time.monotonic() > deadline:
+                raise JournalError(
+                    journal=str(self.path),
+                    problem=f"copying it took longer than {limit_s:g} s",
+                    remedy="give it more time, or name a faster disk",
+                )
+
+        self._read(lambda connection: _copy(connection, target, check), what=f"{self.path}, copied to {name}")
 
     def query(self, sql: str, parameters: Sequence[Column] = ()) -> list[Row]:
         """Return all rows of one reading statement. Read-only.
@@ -201,6 +230,10 @@ class JournalReader:
             JournalCorrupt: the file is damaged where it is read.
             JournalError: the reader is closed, was carried over a fork, or the file can no longer be read.
         """
+        return self._read(lambda connection: _rows(connection, sql, tuple(parameters)))
+
+    def _read(self, read: Callable[[driver.Connection], Result], *, what: str | None = None) -> Result:
+        """Read until nobody wrote in between, where it is read without SQLite's locks."""
         if os.getpid() != self._pid:
             raise JournalError(
                 journal=str(self.path),
@@ -212,13 +245,13 @@ class JournalReader:
                 if self._source is None:
                     raise JournalError(journal=str(self.path), problem="is closed", remedy="open it again")
                 try:
-                    rows = _rows(self._source.connection, sql, tuple(parameters))
+                    result = read(self._source.connection)
                 except FAILURES as error:
                     if not self._source.is_outdated(self.path):
-                        raise explain(error, journal=self.path, wait_s=_WAIT_S) from error
+                        raise explain(error, journal=what or self.path, wait_s=WAIT_S) from error
                 else:
                     if not self._source.is_outdated(self.path):
-                        return rows
+                        return result
                 self._reopen()
         raise JournalError(
             journal=str(self.path),
@@ -250,10 +283,10 @@ class JournalReader:
         if source is not None:
             source.close()
         try:
-            self._source = _open_source(self.path, is_shared=num_open(self.path) > 1)
+            self._source = open_source(self.path, is_shared=num_open(self.path) > 1)
         except (*FAILURES, OSError) as error:
             note_closed(self._key)
-            raise explain(error, journal=self.path, wait_s=_WAIT_S) from error
+            raise explain(error, journal=self.path, wait_s=WAIT_S) from error
 
     def _abandon(self) -> None:
         if self._source is not None:
@@ -293,49 +326,24 @@ class JournalReader:
         )
 
 
-def _event(row: Row) -> Event:
-    # SQLite checks the column types (the tables are STRICT), so that the row is an event's fields in order.
-    return Event(**dict(zip(EVENT_COLUMNS, row, strict=True)))  # type: ignore[arg-type]
-
-
-def _connected(path: Path, mode: str) -> driver.Connection:
-    connection = connect(path, mode="ro" if mode == "ro" else "immutable", wait_s=_WAIT_S)
+def _server_reader(url: str, state_folder: Path | None) -> JournalReader:
     try:
-        # SQLite opens lazily; what is wrong shows at the first read.
-        connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        # Only who has a server pays for its driver, or needs it.
+        opened = import_module("residency.journal.pg_reader").PostgresReader.connect
+    except ImportError as error:
+        raise driver_missing(shown_location(url), error) from error
+    reader: JournalReader = opened(url, state_folder=state_folder)
+    return reader
 
 
-def _open_source(path: Path, *, is_shared: bool) -> _Source:
-    """Open a journal so that nothing is written beside it. is_shared: this process has it open already.
-
-    Where -wal and -shm lie beside it, it is in use, or was when its worker died: SQLite reads both, and takes its locks
-    in the -shm. Without them SQLite would make them.
-    """
-    state = _state_of(path)
-    # Two connections of one process must share SQLite's locks, or one that closes drops those of the other.
-    if is_shared or (beside(path, "-wal").exists() and beside(path, "-shm").exists()):
-        try:
-            return _Source(_connected(path, "ro"))
-        except FAILURES as error:
-            if not cannot_open(error):
-                raise
-            # The -shm of another user, or a folder that cannot be written.
-    if not state.wal_bytes:
-        # `immutable` ignores the WAL, so it is right only where there is none.
-        return _Source(_connected(path, "immutable"), state=state)
-    folder = tempfile.mkdtemp(prefix="residency-journal-")
+def _copy(source: driver.Connection, target: driver.Connection, check: Callable[[int, int, int], None]) -> None:
+    # Inside a read transaction the source stays as it was when it began, however many steps the copy takes.
+    source.execute("BEGIN")
     try:
-        for name in (path, *(beside(path, suffix) for suffix in SQLITE_SUFFIXES if suffix != "-shm")):
-            if name.exists():
-                shutil.copyfile(name, Path(folder) / name.name)
-        return _Source(_connected(Path(folder) / path.name, "ro"), state=state, copy=folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        source.execute("SELECT count(*) FROM sqlite_schema").fetchall()
+        source.backup(target, pages=_PAGES_PER_STEP, progress=check, sleep=_STEP_WAIT_S)
+    finally:
+        source.execute("ROLLBACK")
 
 
 def _rows(connection: driver.Connection, sql: str, parameters: tuple[Column, ...]) -> list[Row]:

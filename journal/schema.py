@@ -55,7 +55,7 @@ CREATE TABLE events (
 """
 
 # Pages of one stream are read by position; without it a quiet stream among busy ones is a scan of the journal.
-_EVENTS_BY_STREAM = "CREATE INDEX events_by_stream ON events (stream, position)"
+INDEXES: dict[str, str] = {"events_by_stream": "CREATE INDEX events_by_stream ON events (stream, position)"}
 
 _BLOBS = """
 CREATE TABLE blobs (
@@ -124,7 +124,7 @@ TABLES: dict[str, str] = {"events": _EVENTS, "blobs": _BLOBS, "meta": _META}
 # What makes an empty file a journal, in order; all of it in one transaction.
 CREATE: tuple[str, ...] = (
     *TABLES.values(),
-    _EVENTS_BY_STREAM,
+    *INDEXES.values(),
     *TRIGGERS.values(),
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {FORMAT}",

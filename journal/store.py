@@ -1,111 +1,117 @@
-"""The journal's only writer: appends events durably, and opens, creates or sets aside its file."""
+"""The journal's only writer: appends events durably, to a file or to a server."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, Self
 
-from sqlalchemy import Engine, exc, select
-
-from residency.errors import JournalCorrupt, JournalError
-from residency.journal.check import check_file
+from residency.errors import JournalError
 from residency.journal.encode import as_unicode
-from residency.journal.engine import EVENTS, META, make_engine, use_wal
-from residency.journal.files import create_journal, make_folder, set_aside, set_head_aside
-from residency.journal.head import Head, HeadUnreadable, StreamHead, contradictions, read_head, write_head
-from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open, unusable
-from residency.journal.insert import Prepared, insert_events
-from residency.journal.location import journal_path, lock_path
-from residency.journal.locks import FileLock, StreamLock
-from residency.journal.reader import JournalReader
-from residency.journal.sqlite import FAILURES, abandon, explain, warn_if_unsafe
+from residency.journal.file_store import FileStore
+from residency.journal.insert import Prepared
+from residency.journal.location import driver_missing, is_server, shown_location
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
-    from sqlalchemy.engine import Connection
-
     from residency.journal.events import Draft, Event
-
-log = logging.getLogger(__name__)
+    from residency.journal.locks import StreamLock
+    from residency.journal.reader import JournalReader
+    from residency.journal.rewrite import Rewrite
 
 # The longest append seen with eight writers was 1.1 s; ten times that means that a writer is stuck.
 WAIT_S = 10.0
+
+
+class Store(Protocol):
+    """What keeps the events of a journal. One thread at a time uses it, in the process that opened it."""
+
+    location: str
+    created: bool
+    set_aside: str | None
+
+    def append(
+        self, prepared: Sequence[Prepared], *, stream: str, epoch: str, rank: int, witness: bool
+    ) -> tuple[Event, ...]:
+        """Write the events in one transaction, all or none; blocks until they are durable. Raises JournalError."""
+        ...
+
+    def hold(self, stream: str) -> StreamLock:
+        """Take the stream for a live epoch. Raises StreamInUse and JournalError."""
+        ...
+
+    def keep(self) -> None:
+        """See to it that what is held is held still, and that the store can be reached. Raises JournalError."""
+        ...
+
+    def reader(self) -> JournalReader:
+        """Return a reader, which is closed with the store. Raises JournalError."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Raises nothing."""
+        ...
+
+    def abandon(self) -> None:
+        """Let go of it in a forked child, without a trace for the parent."""
+        ...
+
 
 _journals: weakref.WeakSet[Journal] = weakref.WeakSet()
 
 
 class Journal:
-    """One journal file, open for writing. Safe to use from several threads and processes; not across fork.
+    """One journal, open for writing. Safe to use from several threads and processes; not across fork.
 
-    location: the absolute path. created: whether this open made it. set_aside: where a corrupt journal of ours
-    went, None if there was none. spent_ns: time spent in append() so far.
+    location: the absolute path, or the server's URL without its password. created: whether this open made it.
+    set_aside: where a corrupt journal of ours went, None if there was none. spent_ns: time spent in append() so far.
     """
 
-    def __init__(self, path: Path, guard: FileLock, *, clock_ns: Callable[[], int], wait_s: float) -> None:
-        self.path = path
-        self.location = str(path)
-        self.created = False
-        self.set_aside: str | None = None
+    def __init__(self, store: Store) -> None:
+        self.location = store.location
+        self.created = store.created
+        self.set_aside = store.set_aside
         self.spent_ns = 0
-        self._guard = guard
-        self._clock_ns = clock_ns
-        self._wait_s = wait_s
+        self._store = store
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._writing = False
         self._closed = False
-        self._engine: Engine | None = None
-        self._connection: Connection | None = None
-        self._reader: JournalReader | None = None
-        self._key: tuple[int, int] | None = None
-        self._journal_id = ""
         _journals.add(self)
 
     @classmethod
     def open(
-        cls, url: str | os.PathLike[str], *, clock_ns: Callable[[], int] = time.time_ns, wait_s: float = WAIT_S
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
+        wait_s: float = WAIT_S,
+        state_folder: Path | None = None,
     ) -> Self:
         """Open a journal for writing; make it, and its folder, if there is none.
 
-        url: a path or a sqlite:/// URL. wait_s: how long this and every append waits for other writers.
+        url: a path, a sqlite:/// URL, or a postgresql+psycopg:// URL. wait_s: how long this and every append waits for
+        other writers, and for a server. state_folder: where the head witness of a journal on a server is kept on this
+        host; without one there is none.
         A file of ours that is damaged is renamed, with a warning, and a new one is begun. A file that is not ours is
-        never touched.
+        never touched, and on a server nothing is ever renamed.
 
         Raises:
             JournalNewer: written by a newer program.
             JournalCorrupt: not a journal of ours, or damaged and impossible to set aside.
-            JournalError: a directory, read-only, locked for too long, no room on the disk, or a URL of another kind.
+            JournalError: a directory, read-only, locked for too long, no room on the disk, or a URL of another kind;
+                a server that cannot be reached, refuses the role, or lacks its rights.
         """
-        warn_if_unsafe()
-        path = journal_path(url)
-        # Before anything is made beside it.
-        if inspect(path) is FileKind.FOREIGN:
-            raise foreign(path)
-        make_folder(path.parent)
-        guard = FileLock(lock_path(path))
-        journal = cls(path, guard, clock_ns=clock_ns, wait_s=wait_s)
-        try:
-            guard.acquire(wait_s=wait_s)
-            journal._open_or_create()
-        except OSError as error:
-            journal._abort()
-            raise unusable(path, error) from error
-        except (exc.DBAPIError, *FAILURES) as error:
-            journal._abort()
-            raise journal._explained(error) from error
-        except BaseException:
-            journal._abort()
-            raise
-        guard.release()
-        return journal
+        if is_server(url):
+            return cls(_server_store(os.fspath(url), clock_ns=clock_ns, wait_s=wait_s, state_folder=state_folder))
+        return cls(FileStore.open(url, clock_ns=clock_ns, wait_s=wait_s))
 
     def append(
         self, drafts: Sequence[Draft], *, stream: str, epoch: str, rank: int = 0, witness: bool = False
@@ -114,12 +120,14 @@ class Journal:
 
         witness: also write the head witness, so that a later loss of these events is noticed. If only that fails, the
         events are written all the same and a warning is logged.
-        After an error it can be tried again. After an I/O error, or an interrupt, the events may have been written.
+        After an error it can be tried again. After an I/O error, a lost connection or an interrupt, the events may
+        have been written.
 
         Raises:
-            JournalError: the disk is full or failing, the file is read-only, moved, or locked for too long; a
-                payload is not JSON; the journal is closed, or was carried over a fork.
-            JournalCorrupt: the file is damaged.
+            JournalError: the disk is full or failing, the journal is read-only, moved, out of reach, or locked for too
+                long; a stream that was held is not held any more; a payload is not JSON; the journal is closed, or was
+                carried over a fork.
+            JournalCorrupt: it is damaged.
         """
         started_ns = time.perf_counter_ns()
         prepared = [Prepared.of(draft) for draft in drafts]
@@ -127,21 +135,20 @@ class Journal:
             return ()
         with self._alone():
             try:
-                events = self._insert(prepared, stream=as_unicode(stream), epoch=epoch, rank=rank)
-                if witness:
-                    self._witness(events[-1])
+                return self._store.append(prepared, stream=as_unicode(stream), epoch=epoch, rank=rank, witness=witness)
             finally:
                 self.spent_ns += time.perf_counter_ns() - started_ns
-        return events
 
     def events(self, *, stream: str | None = None, after: int = 0, limit: int | None = None) -> Iterator[Event]:
         """Yield events by position, oldest first, those after a position only. Read-only.
 
+        What a worker decides rests on them, so that each must be what was written.
+
         Raises:
-            JournalCorrupt: the file is damaged where it is read.
+            JournalCorrupt: the journal is damaged where it is read, or an event was altered.
             JournalError: it can no longer be read.
         """
-        return self._reading().events(stream, after=after, limit=limit)
+        return self._reading().events(stream, after=after, limit=limit, check=True)
 
     def blob(self, digest: str) -> bytes:
         """Return the blob of this digest, checked against it. Read-only.
@@ -155,27 +162,36 @@ class Journal:
     def hold(self, stream: str) -> StreamLock:
         """Take the stream for a live epoch, without waiting. The lock ends with the process, however that ends.
 
+        On a server it also ends with the connection; then the next append to the stream is an error.
+
         Raises:
             StreamInUse: another live epoch holds it.
-            JournalError: the lock file cannot be used.
+            JournalError: the lock file cannot be used, or the server not be reached.
         """
         self._check_process()
-        return StreamLock.take(self.path, as_unicode(stream))
+        with self._lock:
+            self._check_open()
+            return self._store.hold(as_unicode(stream))
+
+    def keep(self) -> None:
+        """Before a round: see to it that what is held is held still. A lost connection is made anew.
+
+        Raises:
+            JournalError: the server cannot be reached, or another process has taken a stream meanwhile.
+        """
+        self._check_process()
+        with self._lock:
+            self._check_open()
+            self._store.keep()
 
     def close(self) -> None:
         """Close it. A second call is a no-op, and so is one in a forked child."""
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            try:
-                # The last one to close writes the WAL back, and that must not meet another writer's commit.
-                self._guard.acquire(wait_s=self._wait_s)
-            except JournalError as error:
-                log.warning("journal %s: closed without its lock: %s", self.path, error)
-            self._abort()
+            if not self._closed:
+                self._closed = True
+                self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -185,69 +201,9 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _open_or_create(self) -> None:
-        """Needs the write lock, which keeps two starts from making the same file."""
-        kind = inspect(self.path)
-        if kind is FileKind.FOREIGN:
-            raise foreign(self.path)
-        if kind is not FileKind.OURS:
-            if kind is FileKind.MISSING:
-                self._set_aside("orphan")
-            self._create()
-        try:
-            self._open_existing()
-        except JournalCorrupt as damaged:
-            self._disconnect()
-            self.set_aside = self._set_aside("corrupt")
-            log.warning("%s; it was set aside as %s and a new one is begun", damaged, self.set_aside)
-            self._create()
-            self._open_existing()
-
-    def _create(self) -> None:
-        create_journal(self.path, created_at_ns=self._clock_ns(), wait_s=self._wait_s)
-        self.created = True
-
-    def _set_aside(self, why: str) -> str | None:
-        kept = set_aside(self.path, why=why, now_ns=self._clock_ns())
-        return None if kept is None else str(kept)
-
-    def _open_existing(self) -> None:
-        if self._key is not None:
-            note_closed(self._key)
-        self._key = note_open(self.path)
-        check_file(self.path, wait_s=self._wait_s)
-        self._engine = make_engine(self.path, wait_s=self._wait_s)
-        try:
-            connection = self._connected()
-            use_wal(connection, self.path)
-            # The transaction is IMMEDIATE: a file that cannot be written fails here, and not in mid-round.
-            with connection.begin():
-                self._journal_id = connection.execute(
-                    select(META.c.value).where(META.c.key == "journal_id")
-                ).scalar_one()
-                self._check_head(connection)
-        except (exc.DBAPIError, *FAILURES) as error:
-            raise self._explained(error) from error
-        except exc.NoResultFound as error:
-            raise explain(ValueError("malformed: it has no id"), journal=self.path) from error
-
-    def _check_head(self, connection: Connection) -> None:
-        def hash_at(stream: str, version: int) -> bytes | None:
-            of_version = (EVENTS.c.stream == stream) & (EVENTS.c.stream_version == version)
-            return connection.execute(select(EVENTS.c.hash).where(of_version)).scalar_one_or_none()
-
-        try:
-            head = read_head(self.path)
-            problems = () if head is None else contradictions(head, journal_id=self._journal_id, hash_at=hash_at)
-        except HeadUnreadable as error:
-            problems = (f"the head witness cannot be read: {error}",)
-        if problems:
-            kept = set_head_aside(self.path, now_ns=self._clock_ns())
-            log.warning("journal %s: %s; the witness is kept as %s", self.path, "; ".join(problems), kept)
-
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep every other writer out: other threads, then other processes."""
+        """Keep other threads out, and this one from appending within an append."""
         self._check_process()
         with self._lock:
             if self._writing:
@@ -256,30 +212,12 @@ class Journal:
                     problem="an append is under way on this very thread",
                     remedy="do not append in a signal handler",
                 )
-            if self._closed:
-                raise JournalError(journal=self.location, problem="is closed", remedy="open it again")
+            self._check_open()
             try:
                 self._writing = True
-                self._guard.acquire(wait_s=self._wait_s)
-                self._check_file_in_place()
                 yield
             finally:
-                self._guard.release()
                 self._writing = False
-
-    def _insert(self, prepared: Sequence[Prepared], *, stream: str, epoch: str, rank: int) -> tuple[Event, ...]:
-        try:
-            connection = self._connected()
-            with connection.begin():
-                return insert_events(
-                    connection, prepared, stream=stream, epoch=epoch, rank=rank, clock_ns=self._clock_ns
-                )
-        except BaseException as error:
-            # Whatever it was, the next append begins with a fresh connection.
-            self._disconnect()
-            if isinstance(error, (exc.DBAPIError, *FAILURES)):
-                raise self._explained(error) from error
-            raise
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -289,81 +227,48 @@ class Journal:
                 remedy="open the journal in the child",
             )
 
-    def _check_file_in_place(self) -> None:
-        # Rows written into a file that has lost its name would be gone with the process.
-        try:
-            found = os.stat(self.path)
-        except OSError as error:
-            raise unusable(self.path, error) from error
-        if (found.st_dev, found.st_ino) != self._key:
-            raise JournalError(
-                journal=self.location,
-                problem="the file was replaced since it was opened",
-                remedy="restart the worker to use the new one",
-            )
-
-    def _connected(self) -> Connection:
-        if self._connection is None:
-            assert self._engine is not None
-            self._connection = self._engine.connect()
-        return self._connection
-
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    def _explained(self, error: BaseException) -> JournalError:
-        said = error.orig if isinstance(error, exc.DBAPIError) else None
-        return explain(said or error, journal=self.path, wait_s=self._wait_s)
-
-    def _witness(self, last: Event) -> None:
-        streams: dict[str, StreamHead] = {}
-        try:
-            known = read_head(self.path)
-            if known is not None and known.journal_id == self._journal_id:
-                streams = dict(known.streams)
-        except HeadUnreadable as error:
-            log.warning("journal %s: the head witness cannot be read and is written anew: %s", self.path, error)
-        streams[last.stream] = StreamHead(
-            position=last.position, stream_version=last.stream_version, hash=last.hash.hex()
-        )
-        try:
-            write_head(self.path, Head(journal_id=self._journal_id, position=last.position, streams=streams))
-        except OSError as error:
-            # The events are on disk; only the proof that they were is missing.
-            log.warning("journal %s: the head witness cannot be written: %s", self.path, error)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise JournalError(journal=self.location, problem="is closed", remedy="open it again")
 
     def _reading(self) -> JournalReader:
         self._check_process()
         with self._lock:
-            if self._closed:
-                raise JournalError(journal=self.location, problem="is closed", remedy="open it again")
-            if self._reader is None:
-                self._reader = JournalReader.open(self.path)
-            return self._reader
+            self._check_open()
+            return self._store.reader()
 
-    def _abort(self) -> None:
-        """Let go of everything."""
-        self._closed = True
-        if self._reader is not None:
-            self._reader.close()
-        self._disconnect()
-        if self._engine is not None:
-            self._engine.dispose()
-        if self._key is not None:
-            note_closed(self._key)
-            self._key = None
-        self._guard.close()
+    def streams(self) -> tuple[str, ...]:
+        """Return the names of all streams, sorted. Read-only; raises like `events`."""
+        return self._reading().streams()
 
-    def _abandon(self) -> None:
-        if self._connection is not None:
-            abandon(self._connection)
+    @contextmanager
+    def rewriting(self) -> Iterator[Rewrite]:
+        """Yield what rewrites the journal in one transaction: for imports and prunes, and nobody else.
+
+        Raises:
+            JournalError: the journal is on a server, or for the reasons of an append.
+        """
+        if not isinstance(self._store, FileStore):
+            raise JournalError(
+                journal=self.location, problem="is on a server, which keeps every event", remedy="use its own tools"
+            )
+        with self._alone(), self._store.rewriting() as rewrite:
+            yield rewrite
+
+
+def _server_store(url: str, *, clock_ns: Callable[[], int], wait_s: float, state_folder: Path | None) -> Store:
+    try:
+        # Only who has a server pays for its driver, or needs it.
+        opened = import_module("residency.journal.pg_store").ServerStore.open
+    except ImportError as error:
+        raise driver_missing(shown_location(url), error) from error
+    store: Store = opened(url, clock_ns=clock_ns, wait_s=wait_s, state_folder=state_folder)
+    return store
 
 
 def _abandon_in_child() -> None:
     for journal in list(_journals):
-        journal._abandon()
+        journal._store.abandon()
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)

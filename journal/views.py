@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from residency.journal.pruned import Pruned
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenIntent:
@@ -70,12 +72,32 @@ class RoundView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Clearing:
+    """An operator's word that what a placement was blamed for so far counts no more.
+
+    fingerprint: digest of the one under which it counted. placement: digest, None for every one. at_ns: since the Unix
+    epoch.
+    """
+
+    fingerprint: str
+    placement: str | None
+    reason: str
+    at_ns: int
+    position: int
+
+    def covers(self, *, placement: str | None, fingerprint: str) -> bool:
+        """Whether it forgives what was held against this placement under this fingerprint."""
+        return fingerprint == self.fingerprint and self.placement in (None, placement)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochView:
     """One life of a worker.
 
     state: of its machine. round: the round it is in or ended in. placement: digest of the one in force.
     moving: whether effects of an unsettled round may have changed it. started: payload of epoch.started.
     pinned, gated, serving, stopped, recovered, rollback_failed, poisoned: payloads of those events, None without one.
+    clearings: those written since it began and before the next one did; they are about it and every epoch before it.
     """
 
     epoch: str
@@ -101,6 +123,8 @@ class EpochView:
     last_position: int
     poisoned: Mapping[str, Any] | None = None
     poisoned_at: int | None = None
+    clearings: tuple[Clearing, ...] = ()
+    num_events: int = 0
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
@@ -116,11 +140,12 @@ class EpochView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamView:
-    """One stream, folded. Epochs oldest first."""
+    """One stream, folded. Epochs oldest first. pruned: what is no longer there of it, None if nothing was removed."""
 
     stream: str
     epochs: tuple[EpochView, ...]
     last_position: int
+    pruned: Pruned | None = None
 
     @property
     def rounds(self) -> tuple[RoundView, ...]:
@@ -129,5 +154,6 @@ class StreamView:
 
     @property
     def highest_round(self) -> int:
-        """The highest round number that the stream knows; 0 if none."""
-        return max((one.number for one in self.rounds), default=0)
+        """The highest round number that the stream knows, also of rounds that were pruned; 0 if none."""
+        before = 0 if self.pruned is None else self.pruned.highest_round
+        return max((before, *(one.number for one in self.rounds)))

@@ -3,80 +3,107 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import shell_complete
 
+from residency.cli_common import OPENING, USAGE, WORKER, code_lines
 from residency.errors import ResidencyError
-from residency.settings import wants_color
+from residency.settings import completion_request, wants_color
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-EXIT_CODES = """\b
-Exit codes:
-  0    all is well
-  1    a check found something, or there is nothing by that name
-  2    usage: an option, an argument or a setting is wrong
-  3    the journal cannot be opened
-  4    the journal is of a newer format than this program
-  5    the journal is unreadable: corrupt, or not one of ours
-  130  interrupted
-  141  the reader of a pipe went away
-A worker ends with
-  70   a rollback failed, where the weights are is unknown
-  71   the device is lost to the process: a sticky CUDA error, or a broken allocator
-  72   no placement fits under the cap
-"""
+_OWN = {
+    1: "a check found something, two things differ, or there is nothing by that name",
+    124: "the time to wait passed",
+    130: "interrupted",
+    141: "the reader of a pipe went away",
+}
+EXIT_CODES = "\n".join(
+    ("\b", "Exit codes:", *code_lines(USAGE | OPENING | _OWN), "A worker ends with", *code_lines(WORKER), "")
+)
 
 
-# Verb -> the module it is in, in the order of the help.
+# Verb -> the module it is in, in the order of the help. None of these modules loads torch or SQLAlchemy.
 VERBS = {
     "demo": "residency.cli_host",
+    "at": "residency.cli_at",
     "rounds": "residency.cli_rounds",
     "log": "residency.cli_log",
     "show": "residency.cli_rounds",
     "placement": "residency.cli_placement",
     "explain": "residency.cli_explain",
+    "diff": "residency.cli_diff",
+    "stats": "residency.cli_stats",
+    "quarantine": "residency.cli_quarantine",
     "replay": "residency.cli_replay",
     "verify": "residency.cli_replay",
     "graph": "residency.cli_host",
     "doctor": "residency.cli_host",
+    "export": "residency.cli_export",
+    "completion": "residency.cli_completion",
 }
+# The same of verbs that write, which load SQLAlchemy.
+WRITING = {
+    "import": "residency.cli_import",
+    "backup": "residency.cli_backup",
+    "prune": "residency.cli_prune",
+}
+COMPLETION_VARIABLE = "_RESIDENCY_COMPLETE"
 
 
 class Verbs(click.Group):
-    """Imports the module of a verb when it is asked for, so that `log` does not wait for what `replay` needs."""
+    """Imports the module of a verb when it is asked for, so that `log` does not wait for what `replay` needs.
+
+    verbs: verb -> its module. The verb's function has its name, with an underscore behind it where that is Python's.
+    """
+
+    def __init__(self, *, verbs: Mapping[str, str], **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._verbs = verbs
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the verbs' names."""
-        return list(VERBS)
+        return list(self._verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a verb, None if there is none of that name."""
-        if cmd_name not in VERBS:
+        if cmd_name not in self._verbs:
             return None
-        found: click.Command = getattr(import_module(VERBS[cmd_name]), cmd_name)
+        module = import_module(self._verbs[cmd_name])
+        found: click.Command = getattr(module, cmd_name, None) or getattr(module, f"{cmd_name}_")
         return found
 
 
 @click.group(
-    cls=Verbs, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=Verbs,
+    verbs=VERBS | WRITING,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="residency", prog_name="residency")
 def residency() -> None:
     """Reversible, journaled weight residency for GPU inference workers.
 
-    Every verb but `demo` and `doctor` only reads a journal. Data goes to the standard output, messages to the
-    standard error.
+    Data goes to the standard output, messages to the standard error. Every verb tells its exit codes; verbs that read
+    a journal change nothing.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code. Raises nothing a user could have caused."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal of another encoding cannot show must not end the showing.
+            stream.reconfigure(errors="backslashreplace")
+    if request := completion_request():
+        return shell_complete(residency, {}, "residency", COMPLETION_VARIABLE, request)
     try:
         # Whoever names no verb wants to know which there are.
         code = _run(list(sys.argv[1:] if arguments is None else arguments) or ["--help"])

@@ -1,33 +1,79 @@
-"""What the reading verbs share: their options, opening the journal, choosing the stream, printing."""
+"""What the verbs share: their options and exit codes, opening the journal, choosing the stream, printing."""
 
 from __future__ import annotations
 
 from contextlib import closing
+from datetime import UTC
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from residency.journal.fold import fold_stream
+from residency.errors import ResidencyError
 from residency.journal.reader import JournalReader
 from residency.rendering import json_line
-from residency.settings import journal_location
+from residency.settings import journal_location, state_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from residency.journal.views import EpochView, RoundView, StreamView
+    from click.shell_completion import CompletionItem
 
 FC = TypeVar("FC", bound="Callable[..., Any]")
 
 FINDING = 1  # exit code: a check found something, or there is nothing by the name that was asked for
+
+USAGE = {
+    0: "all is well",
+    2: "usage: an option, an argument or a setting is wrong",
+}
+OPENING = {
+    3: "the journal cannot be opened",
+    4: "the journal is of a newer format than this program",
+    5: "the journal is unreadable: corrupt, or not one of ours",
+}
+WORKER = {
+    70: "a rollback failed, where the weights are is unknown",
+    71: "the device is lost to the process: a sticky CUDA error, or a broken allocator",
+    72: "no placement fits under the cap",
+}
+
+
+def exit_codes(own: dict[int, str] | None = None, *, journal: bool = True) -> str:
+    """Return the end of a verb's help: its own exit codes, and those of every verb, or of every one with a journal."""
+    return "\n".join(("\b", "Exit codes:", *code_lines(USAGE | (OPENING if journal else {}) | (own or {}))))
+
+
+def code_lines(codes: dict[int, str]) -> list[str]:
+    """Return exit codes and their meaning as lines of help."""
+    return [f"  {code:<4} {text}" for code, text in sorted(codes.items())]
+
+
+def _complete_streams(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str | CompletionItem]:
+    """Return the streams of the journal that is named on the line; nothing if it cannot be read."""
+    try:
+        with open_reader(ctx.params.get("journal")) as reader:
+            return [stream for stream in reader.streams() if stream.startswith(incomplete)]
+    except ResidencyError:
+        return []
+
 
 journal_option = click.option(
     "--journal",
     metavar="PATH|URL",
     help="The journal; else RESIDENCY_JOURNAL, else the one in the user's state directory.",
 )
-stream_option = click.option("--stream", metavar="NAME", help="Which worker, where several share the journal.")
-json_option = click.option("--json", "as_json", is_flag=True, help="JSON Lines: one object a line.")
+stream_option = click.option(
+    "--stream", metavar="NAME", help="Which worker, where several share the journal.", shell_complete=_complete_streams
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="JSON Lines: one object a line, times in UTC.")
+# Comes as `zone`: None for this machine's.
+utc_option = click.option(
+    "--utc",
+    "zone",
+    is_flag=True,
+    callback=lambda ctx, param, value: UTC if value else None,
+    help="Show times in UTC, and read times without a zone as UTC; else both are this machine's.",
+)
 
 
 def reading_options(command: FC) -> FC:
@@ -37,7 +83,7 @@ def reading_options(command: FC) -> FC:
 
 def open_reader(journal: str | None) -> closing[JournalReader]:
     """Open the journal for reading only; raises JournalError where there is none."""
-    return closing(JournalReader.open(journal_location(journal)))
+    return closing(JournalReader.open(journal_location(journal), state_folder=state_directory()))
 
 
 def choose_stream(reader: JournalReader, wanted: str | None) -> str | None:
@@ -50,23 +96,15 @@ def choose_stream(reader: JournalReader, wanted: str | None) -> str | None:
     return wanted or (streams[0] if streams else None)
 
 
-def read_view(reader: JournalReader, wanted: str | None, *, before: int | None = None) -> StreamView | None:
-    """Return the chosen stream, folded (up to an exclusive position); None, with a message, if it has no event."""
-    stream = choose_stream(reader, wanted)
-    view = fold_stream(reader.events(stream, before=before), stream) if stream is not None else None
-    if view is None or not view.epochs:
-        say("the journal has no events yet" if before is None else "the journal has no events up to there")
-        return None
-    return view
+def each_stream(reader: JournalReader, wanted: str | None) -> tuple[str, ...]:
+    """Return the streams to read one by one: the one named, else all. Raises UsageError if there is no such one."""
+    chosen = choose_stream(reader, wanted) if wanted is not None else None
+    return reader.streams() if chosen is None else (chosen,)
 
 
-def find_round(view: StreamView, number: int) -> tuple[EpochView, RoundView] | None:
-    """Return the newest round of that number with its epoch; None, with a message, if there is none."""
-    found = [(epoch, one) for epoch in view.epochs for one in epoch.rounds if one.number == number]
-    if not found:
-        say(f"stream {view.stream!r} has no round {number}; its rounds are 1 to {view.highest_round}")
-        return None
-    return found[-1]
+def end_of(reader: JournalReader, stream: str | None = None) -> int:
+    """Return the position of the newest event, of one stream or of all; 0 without any."""
+    return next((event.position for event in reader.events(stream, limit=1, newest_first=True)), 0)
 
 
 def say(message: str) -> None:

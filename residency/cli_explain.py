@@ -6,16 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from residency.cli_common import (
-    FINDING,
-    find_round,
-    open_reader,
-    read_view,
-    reading_options,
-    say,
-    show_json,
-    show_lines,
-)
+from residency.cli_common import FINDING, exit_codes, open_reader, reading_options, say, show_json, show_lines
 from residency.cli_rounds import (
     changes,
     death_in,
@@ -24,7 +15,9 @@ from residency.cli_rounds import (
     placement_object,
     read_placement,
     round_events,
+    source_text,
 )
+from residency.cli_views import find_round, read_view
 from residency.explanation import budget_lines, change_text, fingerprint_changes, measurement_lines, plan_lines
 from residency.journal.events import EventType, payload
 from residency.rendering import short
@@ -41,7 +34,7 @@ NEXT_START = "the next start decides, and 'residency replay --dry-run' says what
 FROM_EARLIER = frozenset({SourceKind.JOURNAL.value, SourceKind.SUSPECT.value})
 
 
-@click.command()
+@click.command(epilog=exit_codes({1: "there is no such round, or no plan was made, and why"}))
 @click.argument("number", metavar="[ROUND]", type=click.IntRange(min=1), required=False)
 @reading_options
 def explain(*, number: int | None, journal: str | None, stream: str | None, as_json: bool) -> int:
@@ -138,28 +131,12 @@ def _differences(view: StreamView, epoch: EpochView, one: RoundView) -> list[dic
     return fingerprint_changes(earlier.fingerprint, epoch.fingerprint)
 
 
-def _source_line(one: RoundView) -> str | None:
-    """Return what a plan that was not measured in its own round rests on."""
-    of_round = f" of round {number}" if (number := (one.plan or {}).get("from_round")) else ""
-    if one.source == SourceKind.JOURNAL.value:
-        return (
-            f"restored: the last committed placement{of_round}, under the same fingerprint; only validated again, "
-            "with nothing measured or planned anew"
-        )
-    if one.source == SourceKind.SUSPECT.value:
-        return (
-            f"planned again from the measurements{of_round}, whose worker died in it with a plan that was never "
-            "committed; with a larger reserve, and nothing measured anew"
-        )
-    return None
-
-
 def _lines(
     epoch: EpochView, one: RoundView, *, different: list[dict[str, Any]], others: list[dict[str, Any]]
 ) -> list[str]:
     plan = dict(one.plan or {})
     lines = [f"round {one.number} is {one.state}: placement {short(one.placement)}, planned from {one.source or '-'}"]
-    if (source := _source_line(one)) is not None:
+    if (source := source_text(one)) is not None:
         lines.append(source)
     if death := death_in(epoch, one):
         lines.append(f"its worker died in it: the recovery blames {death.blames}: {death.why}")

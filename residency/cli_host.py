@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from residency.cli_common import FINDING, journal_option, json_option, show_json, show_lines
+from residency.cli_common import FINDING, WORKER, exit_codes, journal_option, json_option, show_json, show_lines
 from residency.errors import SettingsError
 from residency.rendering import table
 from residency.settings import parse_size
 from residency.statemachine.diagram import mermaid
+from residency.statemachine.states import TRANSITIONS
 
 if TYPE_CHECKING:
     from residency.doctor import Check
@@ -22,13 +23,20 @@ PIPELINES = ("small", "flux", "small-wan", "wan")
 CRASH_POINTS = ("measuring", "planned", "applied", "validating")
 
 
-@click.command()
-def graph() -> None:
+@click.command(epilog=exit_codes(journal=False))
+@json_option
+def graph(*, as_json: bool) -> None:
     """Print the states and triggers of a round as a mermaid diagram."""
+    if as_json:
+        show_json(
+            {"trigger": trigger.value, "from": source.value, "to": target.value}
+            for trigger, source, target in TRANSITIONS
+        )
+        return
     click.echo(mermaid().rstrip("\n"))
 
 
-@click.command()
+@click.command(epilog=exit_codes({1: "a check found a problem"}, journal=False))
 @journal_option
 @json_option
 def doctor(*, journal: str | None, as_json: bool) -> int:
@@ -46,7 +54,7 @@ def doctor(*, journal: str | None, as_json: bool) -> int:
     return FINDING if any(one.health.value == "problem" for one in checks) else 0
 
 
-@click.command()
+@click.command(epilog=exit_codes(WORKER | {1: "the round could not be run"}))
 @click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True)
 @click.option("--vram", metavar="SIZE", help="Cap of device memory, with its unit: 24GiB.")
 @click.option(

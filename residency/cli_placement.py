@@ -3,42 +3,63 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 import msgspec
 
-from residency.cli_common import FINDING, open_reader, read_view, reading_options, say, show_json, show_lines
+from residency.cli_common import (
+    FINDING,
+    end_of,
+    exit_codes,
+    open_reader,
+    reading_options,
+    say,
+    show_json,
+    show_lines,
+    utc_option,
+)
+from residency.cli_life import pruned_after
 from residency.cli_rounds import placement_object, read_placement
+from residency.cli_views import read_view
 from residency.gpu.placement import ComponentPlacement, Placement
 from residency.moments import parse_moment
-from residency.rendering import placement_text, table
+from residency.rendering import placement_text, size, table
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import tzinfo
+
     from residency.journal.reader import JournalReader
     from residency.journal.views import EpochView, Move
 
 
-@click.command()
+@click.command(epilog=exit_codes({1: "the journal knows of no placement there"}))
 @reading_options
-@click.option("--at", metavar="POSITION|TIME", help="As it was there; a position includes its event.")
-def placement(*, journal: str | None, stream: str | None, as_json: bool, at: str | None) -> int:
+@utc_option
+@click.option(
+    "--at", metavar="POSITION|TIME", help="As it was there: a position with its event, 03:12, '2h ago', or RFC 3339."
+)
+def placement(*, journal: str | None, stream: str | None, as_json: bool, zone: tzinfo | None, at: str | None) -> int:
     """Show the placement in force; during a round, what was on the device as far as the journal knows.
 
     An effect with an outcome has moved its component, or moved it back; one without leaves it in doubt.
     """
     with open_reader(journal) as reader:
-        position = _position(reader, at) if at is not None else None
-        view = read_view(reader, stream, before=position + 1 if position is not None else None)
+        moment = moment_of(reader, at, zone=zone, name="--at") if at is not None else None
+        view = read_view(reader, stream, before=moment.position + 1 if moment is not None else None)
         if view is None:
             return FINDING
         epoch = view.epochs[-1]
         found = read_placement(reader, epoch.placement)
+        num_pruned = pruned_after(reader, view.stream, view.last_position) if moment is not None else 0
+    if num_pruned:
+        say(f"{num_pruned} events after event {view.last_position} were pruned: what they changed is not known")
     if found is None:
         say(f"epoch {epoch.epoch} has no placement there")
         return FINDING
-    moves = _last_moves(epoch)
-    held, in_doubt = _held(found, moves)
+    moves = last_moves(epoch)
+    held, in_doubt = held_at(found, moves)
     if epoch.moving:
         say(f"round {epoch.round} had moved weights and had not settled: this is what the journal knows of the device")
     if epoch.ended:
@@ -55,7 +76,7 @@ def placement(*, journal: str | None, stream: str | None, as_json: bool, at: str
     return 0
 
 
-def _last_moves(epoch: EpochView) -> dict[str, Move]:
+def last_moves(epoch: EpochView) -> dict[str, Move]:
     """Return component -> the last effect on it, of the rounds that moved weights and have not settled."""
     if not epoch.moving:
         return {}
@@ -63,7 +84,7 @@ def _last_moves(epoch: EpochView) -> dict[str, Move]:
     return {move.component: move for move in unsettled if move.before and move.after}
 
 
-def _held(before: Placement, moves: dict[str, Move]) -> tuple[Placement, set[str]]:
+def held_at(before: Placement, moves: dict[str, Move]) -> tuple[Placement, set[str]]:
     """Return what the device held by the outcomes, and the components in doubt, shown as before the effect in doubt."""
     components = dict(before.components)
     in_doubt = set()
@@ -76,25 +97,52 @@ def _held(before: Placement, moves: dict[str, Move]) -> tuple[Placement, set[str
     return Placement(components=components), in_doubt
 
 
-def _position(reader: JournalReader, at: str) -> int:
-    """Return the last position of a moment: the one named, or that of the newest event up to the time named."""
+class Moment(NamedTuple):
+    """What was asked for: the newest position that counts, 0 for none; the time, None where a position was named."""
+
+    position: int
+    at_ns: int | None
+
+
+def moment_of(reader: JournalReader, at: str, *, zone: tzinfo | None, name: str) -> Moment:
+    """Return the moment that a position or a time names.
+
+    Raises UsageError for a position that is not there, and SettingsError for what is no time.
+    """
     if at.strip().isdecimal():
-        position = int(at)
-        last = next((event.position for event in reader.events(limit=1, newest_first=True)), 0)
+        position, last = int(at), end_of(reader)
         if not 1 <= position <= last:
-            raise click.UsageError(f"--at {position} is outside the journal; its positions are 1 to {last}")
-        return position
-    until_ns = parse_moment(at, now_ns=time.time_ns(), name="--at")
-    return next((e.position for e in reader.events(until_ns=until_ns, limit=1, newest_first=True)), 0)
+            raise click.UsageError(f"{name} {position} is outside the journal; its positions are 1 to {last}")
+        return Moment(position, None)
+    at_ns = parse_moment(at, now_ns=time.time_ns(), name=name, zone=zone)
+    newest = reader.events(until_ns=at_ns, limit=1, newest_first=True)
+    return Moment(next((event.position for event in newest), 0), at_ns)
 
 
 def placement_table(found: Placement, moves: dict[str, Move]) -> list[str]:
     """Return the lines of a placement for people; what a round in flight did to it is one column more."""
-    headings = ("COMPONENT", "MODE", "HOST COPY", "SLOTS", "RESIDENT LAYERS", *(["THE ROUND"] if moves else []))
-    rows = (
-        (name, one, [_move_text(moves.get(name))] if moves else []) for name, one in sorted(found.components.items())
-    )
-    return table(headings, ((*_row(name, one), *extra) for name, one, extra in rows))
+    named = sorted(found.components.items())
+    columns = {
+        "COMPONENT": [name for name, _ in named],
+        "MODE": [one.mode.value for _, one in named],
+        "HOST COPY": [one.tier.value if one.tier else "-" for _, one in named],
+        "SLOTS": [str(one.num_slots or "-") for _, one in named],
+        "RESIDENT LAYERS": [_layers(one.resident_layers) for _, one in named],
+    }
+    later = {
+        "HELD LAYERS": [_layers(one.held_layers) for _, one in named],
+        "WINDOW": [size(one.window_bytes) if one.window_bytes else "-" for _, one in named],
+        "YIELDS": [size(one.yield_bytes) if one.yield_bytes else "-" for _, one in named],
+    }
+    # Few placements have them.
+    columns |= {name: cells for name, cells in later.items() if set(cells) != {"-"}}
+    if moves:
+        columns["THE ROUND"] = [_move_text(moves.get(name)) for name, _ in named]
+    return table(tuple(columns), zip(*columns.values(), strict=True))
+
+
+def _layers(layers: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{group} {len(indices)}" for group, indices in sorted(layers.items()) if indices) or "-"
 
 
 def _move_text(move: Move | None) -> str:
@@ -107,8 +155,3 @@ def _move_text(move: Move | None) -> str:
     if move.result == "failed":
         return "failed to move it"
     return "moved it back" if move.undo else f"moved it, from {placement_text(move.before)}"
-
-
-def _row(name: str, one: ComponentPlacement) -> tuple[str, ...]:
-    layers = ", ".join(f"{group} {len(indices)}" for group, indices in sorted(one.resident_layers.items()))
-    return name, one.mode.value, one.tier.value if one.tier else "-", str(one.num_slots or "-"), layers or "-"

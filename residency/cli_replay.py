@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from residency.cli_common import FINDING, choose_stream, open_reader, reading_options, say, show_json, show_lines
+from residency.cli_common import (
+    FINDING,
+    choose_stream,
+    each_stream,
+    exit_codes,
+    open_reader,
+    reading_options,
+    say,
+    show_json,
+    show_lines,
+    utc_option,
+)
 from residency.journal.fold import fold_stream
 from residency.journal.host import boot_id
 from residency.journal.verify import verify as find_all
@@ -17,21 +28,24 @@ from residency.rendering import paint, round_object, short, table
 from residency.settings import journal_location, kill_switch, sentinel_path
 
 if TYPE_CHECKING:
-    from residency.journal.reader import JournalReader
+    from datetime import tzinfo
+
+    from residency.journal.findings import Finding
     from residency.journal.views import EpochView
 
 
-@click.command()
+@click.command(epilog=exit_codes())
 @reading_options
+@utc_option
 @click.option("--dry-run", is_flag=True, help="Also say what the next start of the worker would recover.")
-def replay(*, journal: str | None, stream: str | None, as_json: bool, dry_run: bool) -> None:
+def replay(*, journal: str | None, stream: str | None, as_json: bool, zone: tzinfo | None, dry_run: bool) -> None:
     """Fold the events into states and print them.
 
     Nothing is executed again, nothing is written.
     """
     location = journal_location(journal)
     with open_reader(journal) as reader:
-        histories = [(name, tuple(reader.events(name))) for name in _streams(reader, stream)]
+        histories = [(name, tuple(reader.events(name))) for name in each_stream(reader, stream)]
     if not histories:
         say("the journal has no events yet")
     thrown = kill_switch(sentinel_path(location)) if dry_run else None
@@ -45,22 +59,17 @@ def replay(*, journal: str | None, stream: str | None, as_json: bool, dry_run: b
             show_json([{"stream": name, "epochs": [_epoch_object(epoch) for epoch in view.epochs], **plan}])
             continue
         click.echo(f"stream {name}; epochs: {len(view.epochs)}, rounds: {len(view.rounds)}")
-        show_lines(table(_HEADINGS, (_row(epoch) for epoch in view.epochs)))
+        show_lines(table(_HEADINGS, (_row(epoch, zone) for epoch in view.epochs)))
         show_lines(_recovery_lines(recovery) if recovery is not None else ())
-
-
-def _streams(reader: JournalReader, stream: str | None) -> tuple[str, ...]:
-    chosen = choose_stream(reader, stream) if stream is not None else None
-    return reader.streams() if chosen is None else (chosen,)
 
 
 _HEADINGS = ("EPOCH", "RANK", "STARTED", "STATE", "ROUND", "PLACEMENT", "MOVING", "DECIDED", "ENDED")
 
 
-def _row(epoch: EpochView) -> tuple[str, ...]:
+def _row(epoch: EpochView, zone: tzinfo | None) -> tuple[str, ...]:
     decided = (epoch.serving or {}).get("decision") or ("gated" if epoch.gated else "pinned" if epoch.pinned else "-")
     moving = "yes" if epoch.moving else "no"
-    when = rfc3339(epoch.started_at, digits=0)
+    when = rfc3339(epoch.started_at, digits=0, zone=zone)
     placement = short(epoch.placement)
     number, ended = str(epoch.round), _ended(epoch)
     return epoch.epoch[:8], str(epoch.rank), when, epoch.state, number, placement, moving, str(decided), ended
@@ -112,7 +121,7 @@ def _recovery_lines(recovery: dict[str, Any]) -> list[str]:
     ]
 
 
-@click.command()
+@click.command(epilog=exit_codes({1: "something is wrong with the journal, and is listed"}))
 @reading_options
 def verify(*, journal: str | None, stream: str | None, as_json: bool) -> int:
     """Check that a journal is whole and untouched.
@@ -126,7 +135,11 @@ def verify(*, journal: str | None, stream: str | None, as_json: bool) -> int:
     if as_json:
         show_json(findings)
     elif findings:
-        rows = ((one.kind.value, str(one.position or "-"), one.stream or "-", one.text) for one in findings)
+        rows = ((one.kind.value, str(one.position or "-"), one.stream or "-", _finding_text(one)) for one in findings)
         show_lines(table(("KIND", "POSITION", "STREAM", "WHAT"), rows))
     say(f"findings: {len(serious)}" if serious else paint("ok"))
     return FINDING if serious else 0
+
+
+def _finding_text(one: Finding) -> str:
+    return f"{one.text} (column {one.column})" if one.column is not None else one.text

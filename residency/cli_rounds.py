@@ -7,16 +7,28 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from residency.cli_common import FINDING, find_round, open_reader, read_view, reading_options, show_json, show_lines
-from residency.cli_log import describe
+from residency.cli_common import (
+    FINDING,
+    exit_codes,
+    open_reader,
+    reading_options,
+    say,
+    show_json,
+    show_lines,
+    utc_option,
+)
+from residency.cli_events import describe
+from residency.cli_views import find_round, read_view
 from residency.gpu.placement import Placement
 from residency.moments import rfc3339
 from residency.rendering import duration, event_object, placement_text, round_object, short, table
 from residency.statemachine.deaths import Death
+from residency.statemachine.source import SourceKind
 from residency.statemachine.states import SETTLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import tzinfo
 
     from residency.journal.events import Event
     from residency.journal.reader import JournalReader
@@ -29,10 +41,11 @@ _SETTLED = frozenset(state.value for state in SETTLED)
 IN_FLIGHT = "in flight or died"
 
 
-@click.command()
+@click.command(epilog=exit_codes())
 @reading_options
-def rounds(*, journal: str | None, stream: str | None, as_json: bool) -> None:
-    """List the rounds of a worker, newest first."""
+@utc_option
+def rounds(*, journal: str | None, stream: str | None, as_json: bool, zone: tzinfo | None) -> None:
+    """List the rounds of a worker, newest first: how each ended, and what that blames."""
     with open_reader(journal) as reader:
         view = read_view(reader, stream)
     newest_first = [(epoch, one) for epoch in view.epochs for one in epoch.rounds][::-1] if view else []
@@ -40,9 +53,11 @@ def rounds(*, journal: str | None, stream: str | None, as_json: bool) -> None:
         show_json(_summary(*one) for one in newest_first)
     elif newest_first:
         headings = ("ROUND", "STATE", "PLAN FROM", "PLACEMENT", "EFFECTS", "STARTED", "TOOK", "VERDICT")
-        show_lines(table(headings, (_row(*one) for one in newest_first)))
+        show_lines(table(headings, (_row(*one, zone=zone) for one in newest_first)))
     elif view:
-        click.echo("no rounds yet", err=True)
+        say("no rounds yet")
+    if view and view.pruned is not None:
+        say(f"{view.pruned.num_rounds} older rounds, up to round {view.pruned.highest_round}, were pruned")
 
 
 def _summary(epoch: EpochView, one: RoundView) -> dict[str, Any]:
@@ -54,9 +69,9 @@ def _summary(epoch: EpochView, one: RoundView) -> dict[str, Any]:
     return {**plain, "death": death._asdict() if death else None}
 
 
-def _row(epoch: EpochView, one: RoundView) -> tuple[str, ...]:
+def _row(epoch: EpochView, one: RoundView, *, zone: tzinfo | None) -> tuple[str, ...]:
     took = duration(one.ended_at - one.started_at) if one.ended_at is not None else IN_FLIGHT
-    started = rfc3339(one.started_at, digits=0)
+    started = rfc3339(one.started_at, digits=0, zone=zone)
     effects = str(one.num_intents) + (f" ({len(one.open_intents)} in doubt)" if one.open_intents else "")
     source = one.source or "-"
     return str(one.number), one.state, source, short(one.placement), effects, started, took, ending_text(epoch, one)
@@ -83,16 +98,33 @@ def ending_text(epoch: EpochView, one: RoundView) -> str:
     return _verdict_text(one)
 
 
+def source_text(one: RoundView) -> str | None:
+    """Return what a plan that was not measured in its own round rests on."""
+    of_round = f" of round {number}" if (number := (one.plan or {}).get("from_round")) else ""
+    if one.source == SourceKind.JOURNAL.value:
+        return (
+            f"restored: the last committed placement{of_round}, under the same fingerprint; only validated again, "
+            "with nothing measured or planned anew"
+        )
+    if one.source == SourceKind.SUSPECT.value:
+        return (
+            f"planned again from the measurements{of_round}, whose worker died in it with a plan that was never "
+            "committed; with a larger reserve, and nothing measured anew"
+        )
+    return None
+
+
 def _verdict_text(one: RoundView) -> str:
     verdict = (one.outcome or {}).get("verdict") or {}
     words = [str(verdict[name]) for name in ("blames", "reason", "detail") if verdict.get(name)]
     return ": ".join(words) if words else "-"
 
 
-@click.command()
+@click.command(epilog=exit_codes({1: "there is no round of that number"}))
 @click.argument("number", metavar="ROUND", type=click.IntRange(min=1))
 @reading_options
-def show(*, number: int, journal: str | None, stream: str | None, as_json: bool) -> int:
+@utc_option
+def show(*, number: int, journal: str | None, stream: str | None, as_json: bool, zone: tzinfo | None) -> int:
     """Show one round: what it changed, how it ended, and its events."""
     with open_reader(journal) as reader:
         view = read_view(reader, stream)
@@ -105,11 +137,11 @@ def show(*, number: int, journal: str | None, stream: str | None, as_json: bool)
     if as_json:
         show_json([{**round_object(one), "events": [event_object(event) for event in events]}])
         return 0
-    show_lines(_facts(epoch, one))
+    show_lines(_facts(epoch, one, zone=zone))
     click.echo("")
     show_lines(changes(before, after))
     click.echo("")
-    rows = ((str(e.position), rfc3339(e.recorded_at, digits=3), e.type, describe(e)) for e in events)
+    rows = ((str(e.position), rfc3339(e.recorded_at, digits=3, zone=zone), e.type, describe(e)) for e in events)
     show_lines(table(("POSITION", "TIME", "EVENT", "WHAT"), rows))
     return 0
 
@@ -120,8 +152,8 @@ def round_events(reader: JournalReader, stream: str, one: RoundView) -> Iterator
     return (event for event in span if event.epoch == one.epoch and event.round == one.number)
 
 
-def _facts(epoch: EpochView, one: RoundView) -> list[str]:
-    ended = rfc3339(one.ended_at, digits=3) if one.ended_at is not None else IN_FLIGHT
+def _facts(epoch: EpochView, one: RoundView, *, zone: tzinfo | None) -> list[str]:
+    ended = rfc3339(one.ended_at, digits=3, zone=zone) if one.ended_at is not None else IN_FLIGHT
     facts = {
         "round": str(one.number),
         "epoch": one.epoch,
@@ -129,7 +161,7 @@ def _facts(epoch: EpochView, one: RoundView) -> list[str]:
         "plan from": one.source or "-",
         "placement": one.placement or "-",
         "before it": one.previous or "-",
-        "started": rfc3339(one.started_at, digits=3),
+        "started": rfc3339(one.started_at, digits=3, zone=zone),
         "ended": ended,
         "verdict": ending_text(epoch, one),
     }

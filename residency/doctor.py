@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from residency.errors import ResidencyError
 from residency.journal import sqlite
+from residency.journal.location import is_server, shown_location
 from residency.journal.reader import JournalReader
 from residency.rendering import size
 from residency.settings import allocator_settings, journal_location, kill_switch, sentinel_path, sqlite_path
@@ -116,10 +117,13 @@ def _kill_switch(location: str) -> Iterator[Check]:
 
 
 def _journal(location: str) -> Iterator[Check]:
+    if is_server(location):
+        yield from _server(location)
+        return
     yield from _sqlite_library()
     path = sqlite_path(location)
     if path is None:
-        yield _problem("journal", f"{location} is no SQLite journal", "give a path or a sqlite:/// URL")
+        yield _problem("journal", f"{shown_location(location)} is no journal", "give a path or a sqlite:/// URL")
         return
     yield from _file_system(path)
     if not path.exists():
@@ -135,6 +139,30 @@ def _journal(location: str) -> Iterator[Check]:
     yield _ok("journal", f"{path}: {size(path.stat().st_size)}, events: {last}, streams: {len(streams)}")
     if mode := stat.S_IMODE(path.stat().st_mode) & 0o077:
         yield _warning("journal's mode", f"others may use it ({mode:03o})", f"chmod 600 {path}")
+
+
+def _server(location: str) -> Iterator[Check]:
+    shown = shown_location(location)
+    try:
+        with closing(JournalReader.open(location)) as reader:
+            streams = reader.streams()
+            last = reader.last_position()
+            (row,) = reader.query(_SERVER_SETTINGS)
+    except ResidencyError as error:
+        yield _problem("journal", str(error), "see the section on PostgreSQL in docs/operations.md")
+        return
+    yield _ok("journal", f"{shown}: events: {last}, streams: {len(streams)}")
+    version, fsync, commits = map(str, row)
+    found = f"PostgreSQL {version}, fsync {fsync}, synchronous_commit {commits} (workers set it on)"
+    if fsync == "on":
+        yield _ok("server", found)
+    else:
+        yield _problem("server", found, "turn fsync on: workers refuse a server that does not write durably")
+
+
+_SERVER_SETTINGS = """
+SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit')
+"""
 
 
 def _sqlite_library() -> Iterator[Check]:

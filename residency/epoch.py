@@ -15,9 +15,10 @@ from residency.gpu.records import RequestKind
 from residency.journal.events import Draft, EventType
 from residency.journal.fold import fold_stream
 from residency.journal.host import boot_id
+from residency.journal.location import shown_location
 from residency.journal.store import Journal
 from residency.report import Decision, Report
-from residency.settings import KillSwitch
+from residency.settings import KillSwitch, state_directory
 from residency.sources import calibration, committed_source, first_source, remembered
 from residency.statemachine.context import RoundContext
 from residency.statemachine.epoch_log import EpochLog
@@ -87,7 +88,7 @@ class Epoch:
             epoch=self.id,
             round=self.machine.round_number,
             placement=self.setup.worker.placement,
-            journal=self.setup.journal,
+            journal=shown_location(self.setup.journal),
             num_probes=sum(record.kind is RequestKind.PROBE for record in records),
             num_requests=len(records),
             ready_ms=ready_ms,
@@ -119,7 +120,8 @@ class Epoch:
 
     def run_round(self, source: Source) -> RoundResult:
         """Run one round. Raises what `Round.run` raises; PlacementInfeasible too."""
-        assert self.log is not None, "no round without a journal"
+        assert self.log is not None and self.journal is not None, "no round without a journal"
+        self.journal.keep()
         number = self._next_number()
         if self.machine.state in SETTLED:
             self._leave_settled(number)
@@ -181,7 +183,8 @@ class Epoch:
     def _open(self) -> None:
         """Open the journal and take the stream; what goes wrong is remembered, never raised."""
         try:
-            self.journal = Journal.open(self.setup.journal, wait_s=self.setup.policy.journal_wait_s)
+            wait_s = self.setup.policy.journal_wait_s
+            self.journal = Journal.open(self.setup.journal, wait_s=wait_s, state_folder=state_directory())
             self._stream_lock.callback(self.journal.hold(self.setup.stream).release)
             self.log = EpochLog(self.journal, stream=self.setup.stream, epoch=self.id)
         except JournalError as error:

@@ -19,6 +19,7 @@ ResidencyError                      exit code of a worker that ends with it
 |-- RollbackFailed                  70  the placement is unknown; the process must exit
 |-- ProcessPoisoned                 71  this process can never use the device again; it must exit
 |-- PlacementInfeasible             72  no placement fits, or the cap is too small
+|-- MeasurementRefused              1   what was measured is absurd or contradicts itself; nothing is planned from it
 `-- WarmupFailed                    1   the worker's warmup raised, or returned nothing
 """
 
@@ -260,6 +261,17 @@ class PlacementInfeasible(ResidencyError):
             needed_bytes=needed_bytes,
             cap_bytes=cap_bytes,
             bound_by=bound_by,
+        )
+
+
+class MeasurementRefused(ResidencyError):
+    """Raised when what was measured is absurd or contradicts itself: no plan rests on that."""
+
+    def __init__(self, *, subject: str, problem: str) -> None:
+        super().__init__(
+            f"nothing can be planned from {subject}: {problem}; measure again, and report it if it comes again",
+            subject=subject,
+            problem=problem,
         )
 
 

@@ -74,9 +74,9 @@ def plan_lines(plan: Plain) -> list[str]:
     steps = ((plan.get("inputs") or {}).get("workload") or {}).get("steps")
     lines = [*_prediction_lines(plan.get("prediction") or {}, steps)]
     if bound := plan.get("bound_by"):
-        lines.append(_bound_text(str(bound)))
+        lines.append(bound_text(str(bound)))
     if following := plan.get("next_cheapest"):
-        lines.append(f"next cheapest change: {_next_text(following)}")
+        lines.append(f"next cheapest change: {next_text(following)}")
     if plan.get("relaxed"):
         lines.append("nothing fits by the estimate: the choice only avoids growing")
     if plan.get("exact") is False:
@@ -90,7 +90,7 @@ def plan_lines(plan: Plain) -> list[str]:
     return lines
 
 
-def _bound_text(bound: str) -> str:
+def bound_text(bound: str) -> str:
     """Return why there is nothing faster. The journal names the phase in which the next faster change would not fit."""
     if bound.startswith("nothing"):
         return bound.partition(": ")[2] or "no placement is faster"
@@ -117,7 +117,7 @@ def _prediction_lines(prediction: Plain, steps: object) -> list[str]:
     return [*lines, "", *table(("MEMORY PHASE", "PEAK", "RESERVE", "LIMIT"), rows), ""] if phases else lines
 
 
-def _next_text(following: Plain) -> str:
+def next_text(following: Plain) -> str:
     """Return the change that more memory would allow. An estimate, and said to be one: nothing does it by itself."""
     change = f"{following['component']} {placement_text(following['placement'])}"
     basis = "" if following.get("measured", True) else " from a smaller shape"
@@ -158,4 +158,4 @@ def _brief(value: object, part: str) -> str:
     if isinstance(value, dict):
         value = {name: size(one) if _is_size(one, name) else one for name, one in value.items()}
     text = "none" if value is None else msgspec.json.encode(value, order="sorted").decode()
-    return text if len(text) <= VALUE_SHOWN else f"{text[:VALUE_SHOWN]}…"
+    return text if len(text) <= VALUE_SHOWN else f"{text[:VALUE_SHOWN]}..."

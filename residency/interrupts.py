@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+# Signal -> its handler before rounds, while a process that was signalled writes its last words; see deliver().
+_kept: dict[int, Any] = {}
+
 
 class Terminated(BaseException):
     """Raised where a termination signal interrupts a round. Not an Exception: no `except Exception` may eat it."""
@@ -33,13 +36,16 @@ class Terminated(BaseException):
 class Interrupts:
     """While entered, SIGTERM and SIGINT raise `Terminated`, at once or after what must not be interrupted.
 
-    Outside the main thread signals cannot be caught; then it does nothing. Handlers are restored on exit.
+    One signal ends the process, so that further ones do nothing: they would strike while it rolls back, or writes why
+    it ends. Handlers are restored on exit, after `Terminated` by `deliver`. Outside the main thread signals cannot be
+    caught; then it does nothing.
     """
 
     def __init__(self) -> None:
         self._pending: int | None = None
         self._depth = 0
         self._entered = 0
+        self._is_ending = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -48,6 +54,7 @@ class Interrupts:
             return self
         self._entered += 1
         if self._entered == 1:
+            self._is_ending = False
             for signum in SIGNALS:
                 # What the process ignores (under nohup, say) it goes on ignoring.
                 if signal.getsignal(signum) != signal.SIG_IGN:
@@ -59,13 +66,16 @@ class Interrupts:
             return
         self._entered -= 1
         if self._entered == 0:
-            for signum, handler in self._previous.items():
-                signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
-            self._previous.clear()
             pending, self._pending = self._pending, None
             # What ends the process by itself must say so.
-            if pending is not None and not isinstance(error, (RollbackFailed, ProcessPoisoned, Terminated)):
+            is_told = isinstance(error, (RollbackFailed, ProcessPoisoned, Terminated))
+            _kept.update(self._previous)
+            self._previous.clear()
+            if pending is not None and not is_told:
+                self._is_ending = True
                 raise Terminated(pending) from error
+            if not isinstance(error, Terminated):
+                _restore()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -80,8 +90,9 @@ class Interrupts:
 
     def check(self) -> None:
         """Raise `Terminated` now if a signal was held back; where stopping is safe even inside `deferred`."""
-        if self._pending is not None:
+        if self._pending is not None and not self._is_ending:
             signum, self._pending = self._pending, None
+            self._is_ending = True
             raise Terminated(signum)
 
     def interrupt(self, signum: int) -> None:
@@ -89,14 +100,24 @@ class Interrupts:
         self._pending = signum
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_ending:
+            return
         if self._depth:
             self._pending = signum
         else:
+            self._is_ending = True
             raise Terminated(signum)
+
+
+def _restore() -> None:
+    for signum, handler in _kept.items():
+        signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+    _kept.clear()
 
 
 def deliver(signum: int) -> None:
     """End the process as the signal would have done it. Blocks until the signal arrives."""
+    _restore()
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     os.kill(os.getpid(), signum)

@@ -78,7 +78,8 @@ def attach(
 ) -> Manager:
     """Describe a pipeline and check everything that was asked for; moves nothing until `start`.
 
-    pipe: a diffusers pipeline, or a mapping of names to modules. journal: a path or a sqlite:/// URL.
+    pipe: a diffusers pipeline, or a mapping of names to modules. journal: a path, or a sqlite:/// or
+    postgresql+psycopg:// URL.
     workload: the default request shape. warmup: runs one request of the shape it is given and returns its output.
     modes: component -> mode, which residency then never touches. vram, host_ram: sizes such as '24GiB', bounds on
     device memory and on pinned host memory. device: 'auto', 'cuda', 'cpu' (emulated), or a Device. name: of this

@@ -48,6 +48,17 @@ def duration(num_ns: float) -> str:
     return f"{value / 1e9:.2f} s"
 
 
+def span(num_ns: float) -> str:
+    """Return a length of time as people say it: '1.3 s', '12 min', '3 h 05 min', '2 d 04 h'."""
+    minutes = int(num_ns / 60e9)
+    if minutes < 2:
+        return duration(num_ns)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24:02} h"
+
+
 def short(digest: str | None) -> str:
     """Return the first characters of a digest, '-' for none."""
     return digest[:DIGEST_SHOWN] if digest else "-"
@@ -119,6 +130,11 @@ def placement_text(placement: ComponentPlacement | Mapping[str, Any]) -> str:
     notes = [str(plain["tier"])] if plain.get("tier") else []
     if plain.get("num_slots"):
         notes.append(f"{plain['num_slots']} slot{'s' if plain['num_slots'] > 1 else ''}")
-    layers = plain.get("resident_layers") or {}
-    notes.extend(f"{group}: {len(indices)} resident" for group, indices in sorted(layers.items()))
+    for what in ("resident", "held"):
+        layers = plain.get(f"{what}_layers") or {}
+        notes.extend(f"{group}: {len(indices)} {what}" for group, indices in sorted(layers.items()) if indices)
+    if plain.get("window_bytes"):
+        notes.append(f"window {size(plain['window_bytes'])}")
+    if plain.get("yield_bytes"):
+        notes.append(f"yields {size(plain['yield_bytes'])}")
     return f"{plain['mode']} ({', '.join(notes)})" if notes else str(plain["mode"])

@@ -101,9 +101,14 @@ def allocator_settings() -> str:
 
 
 def num_local_ranks() -> int:
-    """Return how many processes of one launch share this host's memory: LOCAL_WORLD_SIZE as launchers set it, else 1."""
+    """Return how many processes of one launch share the host: LOCAL_WORLD_SIZE, which launchers set, else 1."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() else 1
+
+
+def completion_request() -> str:
+    """Return what a shell asks for while a command is typed, '' if nothing; the shell's own script sets it."""
+    return os.environ.get("_RESIDENCY_COMPLETE", "")
 
 
 def wants_color() -> bool:

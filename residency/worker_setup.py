@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class Options:
     """What a worker passes to `attach`, as it was passed."""
 
-    journal: str | os.PathLike[str] | None
+    journal: str | os.PathLike[str] | None = field(repr=False)  # a URL may hold a password
     workload: Workload | None
     warmup: Callable[[Workload], object] | None
     modes: Mapping[str, str | Mode]
@@ -70,7 +70,7 @@ class Setup:
     """
 
     worker: PipelineWorker
-    journal: str
+    journal: str = field(repr=False)  # a URL may hold a password
     stream: str
     version: str
     initial: Placement

@@ -6,26 +6,27 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from residency.statemachine.candidates import held_bytes
+from residency.statemachine.holdings import weight_bytes
+from residency.statemachine.slack import slack_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from residency.gpu.placement import Placement
     from residency.gpu.records import PhaseRecord, RequestRecord
-    from residency.gpu.specs import ComponentSpec
     from residency.statemachine.plan import PlanInputs
 
-_Key = tuple[str, tuple[str, ...], "str | None"]
+_Key = tuple[str, tuple[str, ...], "str | None", tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseLimit:
-    """A memory phase as a constraint on the weights held in it, in bytes.
+    """A memory phase as a constraint on the weights held in it, the window included, in bytes.
 
-    fixed_bytes: everything but weights. gap_bytes: reserved minus allocated, as measured. ran_bytes: weights that it
+    fixed_bytes: everything but weights. gap_bytes: reserved beyond it, as measured. ran_bytes: weights that it
     is known to have run with, under the current or the initial placement: that much is never forbidden; None: unknown.
-    measured: at the target shape or a larger one.
+    measured: at the target shape or a larger one. whole: components that are whole on the device meanwhile, whatever
+    their placement, and the window is not there.
     """
 
     key: str
@@ -35,6 +36,11 @@ class PhaseLimit:
     gap_bytes: int
     ran_bytes: int | None
     measured: bool
+    whole: tuple[str, ...] = ()
+
+    def weight_bytes(self, inputs: PlanInputs, placement: Placement) -> int:
+        """Return the weights that lie on the device in it under a placement."""
+        return weight_bytes(inputs.specs, placement, active=self.active, lingering=self.lingering, whole=self.whole)
 
     def reserve_bytes(self, inputs: PlanInputs, cap_bytes: int) -> int:
         """Return what must stay free under a cap."""
@@ -85,7 +91,10 @@ def failed_digests(inputs: PlanInputs) -> frozenset[str]:
 def relaxed(limits: Iterable[PhaseLimit], inputs: PlanInputs) -> tuple[PhaseLimit, ...]:
     """Return the limits with whatever the current placement holds allowed: for estimates that nothing satisfies."""
     return tuple(
-        replace(limit, ran_bytes=_most(limit.ran_bytes, _weights(inputs.specs, inputs.current, limit)))
+        replace(
+            limit,
+            ran_bytes=_most(limit.ran_bytes, limit.weight_bytes(inputs, inputs.current)),
+        )
         for limit in limits
     )
 
@@ -94,24 +103,23 @@ def _most(one: int | None, other: int | None) -> int | None:
     return max((value for value in (one, other) if value is not None), default=None)
 
 
-def _weights(specs: Iterable[ComponentSpec], placement: Placement, phase: PhaseRecord | PhaseLimit) -> int:
-    return sum(
-        held_bytes(spec, placement.components[spec.name], active=phase.active, lingering=phase.lingering)
-        for spec in specs
-    )
+def _weights(inputs: PlanInputs, record: RequestRecord, phase: PhaseRecord) -> int:
+    """Return the weights that lay on the device in a measured phase."""
+    placement = inputs.measured_placements()[record.placement_digest]
+    return weight_bytes(inputs.specs, placement, active=phase.active, lingering=phase.lingering, whole=phase.whole)
 
 
 def _phases(record: RequestRecord) -> dict[_Key, PhaseRecord]:
-    return {(phase.key, phase.active, phase.lingering): phase for phase in record.phases}
+    return {(phase.key, phase.active, phase.lingering, phase.whole): phase for phase in record.phases}
 
 
 def _measured(inputs: PlanInputs, covering: list[RequestRecord]) -> list[PhaseLimit]:
-    placements = inputs.measured_placements()
     proven = {inputs.current.digest, inputs.initial.digest}
     found: dict[_Key, PhaseLimit] = {}
     for record in covering:
-        for key, phase in _phases(record).items():
-            weights = _weights(inputs.specs, placements[record.placement_digest], phase)
+        for phase, slack in slack_bytes(record):
+            key = (phase.key, phase.active, phase.lingering, phase.whole)
+            weights = _weights(inputs, record, phase)
             earlier = found.get(key)
             # A record may be older than the cap.
             ran = record.placement_digest in proven and phase.reserved_peak_bytes <= inputs.cap_bytes
@@ -120,21 +128,19 @@ def _measured(inputs: PlanInputs, covering: list[RequestRecord]) -> list[PhaseLi
                 active=phase.active,
                 lingering=phase.lingering,
                 fixed_bytes=max(phase.allocated_peak_bytes - weights, earlier.fixed_bytes if earlier else 0),
-                gap_bytes=max(
-                    phase.reserved_peak_bytes - phase.allocated_peak_bytes, earlier.gap_bytes if earlier else 0
-                ),
+                gap_bytes=max(slack, earlier.gap_bytes if earlier else 0),
                 ran_bytes=_most(earlier.ran_bytes if earlier else None, weights if ran else None),
                 measured=True,
+                whole=phase.whole,
             )
     return list(found.values())
 
 
 def _extrapolated(inputs: PlanInputs, successes: list[RequestRecord]) -> list[PhaseLimit]:
-    placements = inputs.measured_placements()
     points: dict[_Key, dict[int, int]] = {}
     for record in successes:
         for key, phase in _phases(record).items():
-            weights = _weights(inputs.specs, placements[record.placement_digest], phase)
+            weights = _weights(inputs, record, phase)
             # Only what is beside the weights grows with the shape; scaling weights once made 183 GiB out of 30.
             beside = max(0, phase.allocated_peak_bytes - weights)
             sizes = points.setdefault(key, {})
@@ -148,8 +154,9 @@ def _extrapolated(inputs: PlanInputs, successes: list[RequestRecord]) -> list[Ph
             gap_bytes=0,
             ran_bytes=None,
             measured=False,
+            whole=whole,
         )
-        for (name, active, lingering), sizes in points.items()
+        for (name, active, lingering, whole), sizes in points.items()
     ]
 
 
@@ -169,7 +176,6 @@ def extrapolate(sizes: dict[int, int], *, target: int, margin: float) -> int:
 
 
 def _reached(inputs: PlanInputs) -> list[PhaseLimit]:
-    placements = inputs.measured_placements()
     found = []
     for record in inputs.records:
         if record.succeeded or record.workload.units > inputs.workload.units:
@@ -178,7 +184,7 @@ def _reached(inputs: PlanInputs) -> list[PhaseLimit]:
             peak = phase.allocated_peak_bytes
             if record.out_of_memory and _failed_in(phase, record):
                 peak = max(inputs.cap_bytes, peak + _refused_bytes(record.error or ""))
-            weights = _weights(inputs.specs, placements[record.placement_digest], phase)
+            weights = _weights(inputs, record, phase)
             found.append(
                 PhaseLimit(
                     key=phase.key,
@@ -188,6 +194,7 @@ def _reached(inputs: PlanInputs) -> list[PhaseLimit]:
                     gap_bytes=0,
                     ran_bytes=None,
                     measured=False,
+                    whole=phase.whole,
                 )
             )
     return found

@@ -76,12 +76,17 @@ def closing(view: StreamView, *, boot_id: str, now_ns: int, by_epoch: str, polic
                 drafts.append(_recovered(epoch, death, by_epoch=by_epoch, num_in_doubt=len(drafts)))
             found.append(Closing(epoch.epoch, epoch.rank, tuple(drafts)))
         row = [*row, death] if death is not None and death.kind == EARLY else []
+        row = [one for one in row if not _is_forgiven(one, epoch)]
     return found
 
 
 def digest_of(epoch: EpochView) -> str:
     """Return the digest of the fingerprint that an epoch started with."""
     return str(epoch.started.get("fingerprint_digest", ""))
+
+
+def _is_forgiven(death: Death, epoch: EpochView) -> bool:
+    return any(one.covers(placement=death.placement, fingerprint=death.fingerprint) for one in epoch.clearings)
 
 
 def _is_open(epoch: EpochView) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from residency.errors import ModeUnavailable, PlacementInfeasible, UnknownComponent
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
+from residency.gpu.specs import window_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,7 +62,8 @@ def initial_placement(
     everything = Placement(components={**{s.name: _offloaded(s, policy) for s in free}, **resident, **fixed})
     room = cap_bytes - max(policy.measured_reserve(cap_bytes), policy.extrapolated_reserve(cap_bytes))
     # No request has run yet, so the reserve is that of a shape never measured.
-    if sum(spec.device_bytes(everything.components[spec.name], in_use=True) for spec in specs) <= room:
+    used = sum(spec.device_bytes(everything.components[spec.name], in_use=True) for spec in specs)
+    if used + window_bytes(specs, everything) <= room:
         return everything
     return Placement(components={**{spec.name: _offloaded(spec, policy) for spec in free}, **fixed})
 
@@ -89,13 +91,14 @@ def _check_possible(
 ) -> None:
     """Raise if even the smallest form of every component leaves no room for the largest one to run."""
     forms = {
-        spec.name: [_in_mode(mode, policy.num_slots) for mode in spec.modes] or [RESIDENT]
-        if spec in free
-        else [fixed[spec.name]]
+        spec.name: [_in_mode(mode, 1) for mode in spec.modes] or [RESIDENT] if spec in free else [fixed[spec.name]]
         for spec in specs
     }
     idle = {spec.name: min(spec.device_bytes(one, in_use=False) for one in forms[spec.name]) for spec in specs}
-    running = {spec.name: min(spec.device_bytes(one, in_use=True) for one in forms[spec.name]) for spec in specs}
+    running = {
+        spec.name: min(spec.device_bytes(one, in_use=True) + spec.window_bytes(one) for one in forms[spec.name])
+        for spec in specs
+    }
     for spec in specs:
         needed = sum(idle.values()) - idle[spec.name] + running[spec.name]
         if needed > cap_bytes:

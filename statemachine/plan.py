@@ -11,7 +11,7 @@ from residency.gpu.specs import ComponentSpec
 from residency.gpu.workload import Workload
 from residency.statemachine.policy import Policy
 
-PLANNER_VERSION = 2  # raised whenever equal inputs may give another plan
+PLANNER_VERSION = 3  # raised whenever equal inputs may give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,9 @@ class PhasePrediction:
 class Prediction:
     """What a placement should cost for one request of the workload.
 
-    duration_ns = compute_ns + transfer_ns. timed: False if no request succeeded, so that only transfers count.
-    device_bytes: weights held between requests. pinned_bytes: of host copies.
+    duration_ns = compute_ns + transfer_ns, the waiting for transfers that computing does not hide. timed: False if no
+    request succeeded, so that only transfers count. device_bytes: weights held between requests, with the window.
+    pinned_bytes: of host copies.
     """
 
     duration_ns: int
@@ -90,7 +91,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One component's part of a plan: from one placement to another, and what its transfers then cost per request."""
+    """One component's part of a plan: from one placement to another, and how long a request waits for it."""
 
     component: str
     before: ComponentPlacement
@@ -144,7 +145,8 @@ class Plan:
     """The complete target placement with its prediction and reasons.
 
     keep: it is the current placement. bound_by: what kept it from being faster. num_candidates: component -> how
-    many placements of it were weighed. exact: the choice is proven best; False only if the solver ran out of nodes.
+    many placements of it were weighed. exact: nothing that was weighed is faster, gap_ns is 0; else another placement
+    may be, by gap_ns at most, because the search ended before it had seen all.
     relaxed: nothing fits by the estimate, so the choice only avoids growing; a measured failure raises instead.
     """
 
@@ -159,4 +161,5 @@ class Plan:
     num_nodes: int
     exact: bool
     relaxed: bool
+    gap_ns: int = 0
     planner_version: int = PLANNER_VERSION

@@ -1,34 +1,38 @@
-"""Choice of the complete target placement: pure, exact, and able to say why."""
+"""Choice of the complete target placement: pure, and able to say why."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from residency.errors import PlacementInfeasible
-from residency.gpu.placement import Placement
-from residency.statemachine.candidates import Candidate, candidates
+from residency.gpu.placement import HostTier, Placement
+from residency.statemachine.checks import check_inputs
+from residency.statemachine.choice import Chooser
 from residency.statemachine.constraints import PhaseLimit, failed_digests, phase_limits, relaxed
+from residency.statemachine.holdings import idle_bytes
 from residency.statemachine.initial import configured_placements, initial_placement
+from residency.statemachine.options import Family, Options
 from residency.statemachine.plan import (
     PLANNER_VERSION,
     Alternative,
     Change,
-    NextChange,
     PhasePrediction,
     Plan,
     PlanInputs,
     Prediction,
 )
 from residency.statemachine.probing import bounded_workload, fit_probe
-from residency.statemachine.problem import Problem, with_ceiling
-from residency.statemachine.solver import solve
-from residency.statemachine.timing import compute_ns, timing_record
+from residency.statemachine.reasons import what_binds
+from residency.statemachine.request_model import MemoryLimit, RequestModel
+from residency.statemachine.room import Room
+from residency.statemachine.timing import timing_record
+from residency.statemachine.weighing import Rules, Weighed, pinned_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from residency.gpu.records import RequestRecord
+    from residency.statemachine.choice import Chosen
 
 __all__ = [
     "PLANNER_VERSION",
@@ -42,218 +46,185 @@ __all__ = [
     "predict",
 ]
 
-_Choice = tuple[int, ...]
-
 
 def make_plan(inputs: PlanInputs) -> Plan:
     """Return the placement to aim for, with its prediction, what bound it, and what else was weighed.
 
-    The fastest of all that fit; of those within the noise of it the one that holds the fewest device bytes, then the
-    fewest pinned ones, then changes least, then has the smallest digest. The current placement is always weighed.
-    Raises PlacementInfeasible if nothing fits: by measurement, or by an estimate where the current placement is
-    known to fail.
+    The fastest of all that fit, as simulated; of those within the noise of it the one that takes the fewest device
+    bytes, then the fewest pinned ones, then changes least, then has the smallest digest. The current placement is
+    always weighed. Raises PlacementInfeasible if nothing fits: by measurement, or by an estimate where the current
+    placement is known to fail. Raises MeasurementRefused for inputs that are absurd or contradict themselves.
     """
     return _Planner(inputs).plan()
 
 
 def predict(inputs: PlanInputs, placement: Placement) -> Prediction:
-    """Return what a placement should cost for one request of the workload; it need not fit."""
+    """Return what a placement should cost for one request of the workload; it need not fit.
+
+    Raises ValueError if its window has no room for a layer that must run.
+    """
     planner = _Planner(inputs)
-    priced = replace(inputs, current=placement, records=())
-    parts = tuple(candidate for spec in inputs.specs for candidate in candidates(spec, priced, planner.record)[:1])
-    return planner.predict(parts, planner.limits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
-    limits: tuple[PhaseLimit, ...]
-    by_time: Problem
-    prices: tuple[int, ...]
-    choice: _Choice
-    fastest: _Choice
-    num_nodes: int
-    exact: bool
-    relaxed: bool
+    weighed = planner.chooser(planner.limits).weigh(placement)
+    if weighed is None:
+        raise ValueError(f"placement {placement.digest} has no room for a layer that must run")
+    return planner.prediction(weighed, planner.limits)
 
 
 class _Planner:
-    """The options and limits of one plan."""
+    """The request, the options and the limits of one plan."""
 
     def __init__(self, inputs: PlanInputs) -> None:
+        check_inputs(inputs)
         self.inputs = inputs
-        self.record: RequestRecord | None = timing_record(inputs.records, inputs.workload)
+        self.timed = timing_record(inputs.records, inputs.workload) is not None
         self.limits = phase_limits(inputs)
-        self.options = tuple(candidates(spec, inputs, self.record) for spec in inputs.specs)
-        self.compute_ns = compute_ns(inputs, self.record)
         harmless = {inputs.current.digest, inputs.initial.digest}
         self.forbidden = (set(inputs.excluded) - harmless) | failed_digests(inputs)
-        self.digests: dict[_Choice, str] = {}
 
     def plan(self) -> Plan:
-        found = self._search()
-        chosen = self.parts(found.choice)
-        target = self.placement(found.choice)
-        next_change, bound_by = self._what_binds(found)
+        limits, is_relaxed = self.limits, False
+        chooser = self.chooser(limits)
+        found = chooser.choose((self.inputs.current, self.inputs.initial))
+        if found is None and self.inputs.current.digest not in self.forbidden:
+            # An estimate is no proof: a placement that was not seen failing may stay, and nothing may grow.
+            limits, is_relaxed = relaxed(self.limits, self.inputs), True
+            chooser = self.chooser(limits)
+            found = chooser.choose((self.inputs.current, self.inputs.initial))
+        if found is None:
+            raise self._infeasible()
+        before = chooser.weigh(self.inputs.current)
+        next_change, bound_by = what_binds(self.inputs, chooser, found, limits, timed=self.timed)
         return Plan(
-            placement=target,
-            keep=target == self.inputs.current,
-            changes=self._changes(found.choice),
-            prediction=self.predict(chosen, found.limits),
+            placement=found.best.placement,
+            keep=found.best.placement == self.inputs.current,
+            changes=self._changes(before, found.best),
+            prediction=self.prediction(found.best, limits),
             bound_by=bound_by,
             next_cheapest=next_change,
-            alternatives=self._alternatives(found),
-            num_candidates={
-                spec.name: len(options) for spec, options in zip(self.inputs.specs, self.options, strict=True)
-            },
+            alternatives=self._alternatives(chooser, found),
+            num_candidates={found[0].head.spec.name: sum(map(len, found)) for found in chooser.choices},
             num_nodes=found.num_nodes,
-            exact=found.exact,
-            relaxed=found.relaxed,
+            exact=found.gap_ns == 0,
+            gap_ns=found.gap_ns,
+            relaxed=is_relaxed,
         )
 
-    def parts(self, choice: _Choice) -> tuple[Candidate, ...]:
-        return tuple(options[index] for options, index in zip(self.options, choice, strict=True))
+    def chooser(self, limits: Sequence[PhaseLimit], *, cap_bytes: int | None = None) -> Chooser:
+        """Return what weighs placements within some limits, by default under the cap in force."""
+        inputs = self.inputs if cap_bytes is None else replace(self.inputs, cap_bytes=cap_bytes)
+        policy, current = inputs.policy, inputs.current
+        model = request_model(inputs, limits)
+        # What is pinned already may stay so, whatever the budget has become.
+        pinned_max = max(inputs.host.pin_budget_bytes, pinned_bytes(model, current))
+        scarce = pinned_max < sum(spec.total_bytes for spec in inputs.specs)
+        options = Options(
+            model,
+            num_levels=policy.byte_levels,
+            num_slots=policy.num_slots,
+            tiers=(HostTier.PINNED, HostTier.PAGEABLE) if scarce else (HostTier.PINNED,),
+            current=current,
+        )
+        rules = Rules(
+            tolerance=self.tolerance_ns,
+            pinned_bytes_max=pinned_max,
+            host_bytes_max=max(0, inputs.host.available_bytes),
+            allowed=lambda digest: digest not in self.forbidden,
+            num_nodes_max=policy.solver_nodes_max,
+            num_simulations_max=policy.simulations_max,
+            num_windows=policy.window_levels,
+        )
+        untouchable = {spec.name for spec in inputs.specs if spec.fixed_reason is not None}
+        room = Room(model, unyielding=untouchable)
+        return Chooser(room, options, self._choices(options), current, rules)
 
-    def placement(self, choice: _Choice) -> Placement:
-        return Placement(components={part.spec.name: part.placement for part in self.parts(choice)})
+    def tolerance_ns(self, request_ns: int) -> int:
+        """Return by how much a request of such a length may differ and still count as equally fast."""
+        return min(self.inputs.noise_ns, round(self.inputs.policy.equal_fraction_max * request_ns))
 
-    def digest(self, choice: _Choice) -> str:
-        if choice not in self.digests:
-            self.digests[choice] = self.placement(choice).digest
-        return self.digests[choice]
-
-    def predict(self, parts: Sequence[Candidate], limits: tuple[PhaseLimit, ...]) -> Prediction:
-        transfer_ns = sum(part.transfer_ns for part in parts)
+    def prediction(self, weighed: Weighed, limits: Sequence[PhaseLimit]) -> Prediction:
+        """Return what a placement costs, phase by phase."""
+        cap = self.inputs.cap_bytes
         return Prediction(
-            duration_ns=self.compute_ns + transfer_ns,
-            compute_ns=self.compute_ns,
-            transfer_ns=transfer_ns,
-            device_bytes=sum(part.idle_bytes for part in parts),
-            pinned_bytes=sum(part.pinned_bytes for part in parts),
+            duration_ns=weighed.timeline.request_ns,
+            compute_ns=weighed.timeline.compute_ns,
+            transfer_ns=weighed.timeline.exposed_ns,
+            device_bytes=weighed.device_bytes,
+            pinned_bytes=weighed.pinned_bytes,
             phases=tuple(
                 PhasePrediction(
                     key=limit.key,
-                    peak_bytes=limit.fixed_bytes + _held(parts, limit),
-                    reserve_bytes=limit.reserve_bytes(self.inputs, self.inputs.cap_bytes),
+                    peak_bytes=limit.fixed_bytes + limit.weight_bytes(self.inputs, weighed.placement),
+                    reserve_bytes=limit.reserve_bytes(self.inputs, cap),
                     limit_bytes=limit.fixed_bytes + limit.weight_limit(self.inputs),
                     measured=limit.measured,
                 )
                 for limit in limits
             ),
-            timed=self.record is not None,
+            timed=self.timed,
             measured=bool(limits) and all(limit.measured for limit in limits),
         )
 
-    def _search(self) -> _Search:
-        found = self._choose(self.limits, is_relaxed=False)
-        if found is None and self.inputs.current.digest not in self.forbidden:
-            # An estimate is no proof: a placement that was not seen failing may stay, and nothing may grow.
-            found = self._choose(relaxed(self.limits, self.inputs), is_relaxed=True)
-        if found is None:
-            raise self._infeasible()
-        return found
+    def _choices(self, options: Options) -> list[list[Family]]:
+        inputs = self.inputs
+        return [
+            [options.fixed(spec, inputs.current.components[spec.name])]
+            if spec.name in inputs.configured or spec.fixed_reason is not None
+            else options.of(spec, known=(inputs.current.components[spec.name], inputs.initial.components[spec.name]))
+            for spec in inputs.specs
+        ]
 
-    def _choose(self, limits: tuple[PhaseLimit, ...], *, is_relaxed: bool) -> _Search | None:
-        num_nodes_max, num_refused = self.inputs.policy.solver_nodes_max, len(self.forbidden)
-        by_time = self._problem(self._times(), limits)
-        current = self._current_choice()
-        start = current if by_time.fits(current) and self._allowed(current) else None
-        first = solve(by_time, num_nodes_max=num_nodes_max, allowed=self._allowed, num_refused=num_refused, start=start)
-        if first.choice is None:
-            return None
-        least_ns = by_time.cost(first.choice)
-        thrift = with_ceiling(
-            by_time, costs=self._thrift_costs(), ceiling=least_ns + self._tolerance_ns(least_ns), prices=first.prices
-        )
-        second = solve(
-            thrift,
-            num_nodes_max=num_nodes_max,
-            tie_break=self.digest,
-            allowed=self._allowed,
-            num_refused=num_refused,
-            start=first.choice,
-        )
-        assert second.choice is not None
-        is_as_fast = by_time.cost(second.choice) == least_ns
-        return _Search(
-            limits=limits,
-            by_time=by_time,
-            prices=first.prices,
-            choice=second.choice,
-            fastest=second.choice if is_as_fast else first.choice,
-            num_nodes=first.num_nodes + second.num_nodes,
-            exact=first.exact and second.exact,
-            relaxed=is_relaxed,
-        )
-
-    def _problem(
-        self,
-        costs: tuple[tuple[int, ...], ...],
-        limits: tuple[PhaseLimit, ...],
-        *,
-        cap_bytes: int | None = None,
-    ) -> Problem:
-        inputs = self.inputs if cap_bytes is None else replace(self.inputs, cap_bytes=cap_bytes)
-        # Phases with the same users differ in nothing but their limit: the least one implies the others.
-        tightest: dict[tuple[frozenset[str], str | None], PhaseLimit] = {}
-        for limit in limits:
-            users = (frozenset(limit.active), limit.lingering)
-            if users not in tightest or limit.weight_limit(inputs) < tightest[users].weight_limit(inputs):
-                tightest[users] = limit
-        phases = tuple(tightest.values())
-        host, current = inputs.host, self.parts(self._current_choice())
-        # What is pinned already may stay so, whatever the budget has become.
-        pin_limit = max(host.pin_budget_bytes, sum(part.pinned_bytes for part in current))
-        bounds = [limit.weight_limit(inputs) for limit in phases] + [pin_limit, max(0, host.available_bytes)]
-        loads = tuple(
-            tuple(
-                (
-                    *(part.held_bytes(limit.active, limit.lingering) for limit in phases),
-                    part.pinned_bytes,
-                    part.host_bytes,
-                )
-                for part in options
-            )
-            for options in self.options
-        )
-        return Problem(costs=costs, loads=loads, limits=tuple(bounds))
-
-    def _times(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(part.transfer_ns for part in options) for options in self.options)
-
-    def _thrift_costs(self) -> tuple[tuple[int, ...], ...]:
-        # One whole number holds (device bytes, pinned bytes, changes), compared in that order.
-        num_changes = len(self.options) + 1
-        pinned = sum(max(part.pinned_bytes for part in options) for options in self.options) + 1
+    def _changes(self, before: Weighed | None, after: Weighed) -> tuple[Change, ...]:
+        exposed_before = {} if before is None else before.timeline.exposed_by_component
+        exposed_after = after.timeline.exposed_by_component
+        current = self.inputs.current
         return tuple(
-            tuple((part.idle_bytes * pinned + part.pinned_bytes) * num_changes + part.changed for part in options)
-            for options in self.options
+            Change(
+                component=name,
+                before=current.components[name],
+                after=after.placement.components[name],
+                transfer_before_ns=exposed_before.get(name, 0),
+                transfer_after_ns=exposed_after.get(name, 0),
+            )
+            for name in current.changes_to(after.placement)
         )
 
-    def _tolerance_ns(self, transfer_ns: int) -> int:
-        """Return by how much a request with such transfers may differ and still count as equally fast."""
-        most = self.inputs.policy.equal_fraction_max * (self.compute_ns + transfer_ns)
-        return min(self.inputs.noise_ns, round(most))
-
-    def _current_choice(self) -> _Choice:
-        return (0,) * len(self.options)
-
-    def _allowed(self, choice: _Choice) -> bool:
-        return not self.forbidden or self.digest(choice) not in self.forbidden
+    def _alternatives(self, chooser: Chooser, found: Chosen) -> tuple[Alternative, ...]:
+        others = [one for one in found.weighed if one.digest != found.best.digest]
+        named = [
+            ("runner-up", others[0] if others else None),
+            ("fastest", found.fastest),
+            ("current", chooser.weigh(self.inputs.current)),
+            ("initial", chooser.weigh(self.inputs.initial)),
+        ]
+        listed: list[Alternative] = []
+        for name, one in named:
+            if one is None or one.digest in {found.best.digest, *(other.digest for other in listed)}:
+                continue
+            listed.append(
+                Alternative(
+                    name=name,
+                    digest=one.digest,
+                    placement=one.placement,
+                    duration_ns=one.request_ns,
+                    device_bytes=one.device_bytes,
+                    pinned_bytes=one.pinned_bytes,
+                    feasible=chooser.fits(one.placement) and one.digest not in self.forbidden,
+                )
+            )
+        return tuple(listed)
 
     def _infeasible(self) -> PlacementInfeasible:
         """Say what is short: the phase that no placement satisfies, or the least cap that would do for all."""
         cap = self.inputs.cap_bytes
-        needed = {
-            limit.key: limit.cap_needed(self.inputs, sum(min(held) for held in self._held_by_option(limit)))
-            for limit in self.limits
-        }
+        choices = self.chooser(self.limits).choices
+        needed = {limit.key: limit.cap_needed(self.inputs, _least_weights(choices, limit)) for limit in self.limits}
         worst = max(needed, key=lambda key: needed[key], default=None)
         if worst is not None and needed[worst] > cap:
             return PlacementInfeasible(needed_bytes=needed[worst], cap_bytes=cap, bound_by=f"phase {worst!r}")
         for step in range(1, 65):
             # In sixteenths of the cap: no phase is short by itself, so little more will do, if anything does.
             larger = cap + cap * step // 16
-            if self._fits_under(larger):
+            if self.chooser(self.limits, cap_bytes=larger).fits_at_all():
                 return PlacementInfeasible(needed_bytes=larger, cap_bytes=cap, bound_by="every phase at once")
         return PlacementInfeasible(
             needed_bytes=cap + max(1, self.inputs.policy.measured_reserve(cap)),
@@ -261,117 +232,50 @@ class _Planner:
             bound_by="every placement left to choose ran out of memory or is excluded: a larger one",
         )
 
-    def _held_by_option(self, limit: PhaseLimit) -> list[list[int]]:
-        return [[part.held_bytes(limit.active, limit.lingering) for part in options] for options in self.options]
 
-    def _fits_under(self, cap_bytes: int) -> bool:
-        costs = tuple((0,) * len(options) for options in self.options)
-        problem = self._problem(costs, self.limits, cap_bytes=cap_bytes)
-        nodes = self.inputs.policy.solver_nodes_max // 16
-        found = solve(problem, num_nodes_max=nodes, allowed=self._allowed, num_refused=len(self.forbidden))
-        return found.choice is not None
-
-    def _changes(self, choice: _Choice) -> tuple[Change, ...]:
-        return tuple(
-            Change(
-                component=part.spec.name,
-                before=before.placement,
-                after=part.placement,
-                transfer_before_ns=before.transfer_ns,
-                transfer_after_ns=part.transfer_ns,
-            )
-            for before, part in zip(self.parts(self._current_choice()), self.parts(choice), strict=True)
-            if part.changed
+def request_model(inputs: PlanInputs, limits: Sequence[PhaseLimit]) -> RequestModel:
+    """Return the request that a plan is made for, with its memory limits."""
+    found = [
+        MemoryLimit(
+            key=limit.key,
+            active=limit.active,
+            lingering=limit.lingering,
+            limit_bytes=limit.weight_limit(inputs),
+            whole=limit.whole,
         )
+        for limit in limits
+    ]
+    if not any(not limit.active and not limit.whole for limit in limits):
+        # Nobody looked between the uses: what is there then must fit, at least.
+        room = inputs.cap_bytes - inputs.policy.measured_reserve(inputs.cap_bytes)
+        most = max(room, idle_bytes(inputs.specs, inputs.current))
+        found.append(MemoryLimit(key="idle", active=(), lingering=None, limit_bytes=most))
+    return RequestModel.from_records(
+        inputs.specs,
+        inputs.records,
+        inputs.workload,
+        inputs.link,
+        inputs.cap_bytes,
+        placements=inputs.measured_placements().values(),
+        limits=tuple(found),
+        busy_slowdown=inputs.policy.busy_slowdown,
+    )
 
-    def _what_binds(self, found: _Search) -> tuple[NextChange | None, str]:
-        """Return the cheapest change worth having that device memory forbids, and what bound the choice, for people."""
-        parts = self.parts(found.choice)
-        best = sum(min(part.transfer_ns for part in options) for options in self.options)
-        if sum(part.transfer_ns for part in parts) <= best + self._tolerance_ns(best):
-            return None, "nothing: no placement is faster by more than the noise"
-        options = [
-            change
-            for index, others in enumerate(self.options)
-            for other in others
-            if (change := self._if_changed(found, parts, index, other)) is not None
-        ]
-        if not options:
-            return None, "host memory: every faster placement needs more of it, or is excluded"
-        # A change too small to be noticed is no advice, but memory is what binds all the same.
-        worth = [one for one in options if one.gain_ns >= self._noticeable_ns(parts)]
-        change = min(worth or options, key=lambda one: (one.extra_bytes, -one.gain_ns, one.component))
-        return change if worth else None, f"device memory in phase {change.phase!r}"
 
-    def _noticeable_ns(self, parts: Sequence[Candidate]) -> float:
-        request_ns = self.compute_ns + sum(part.transfer_ns for part in parts)
-        return max(self.inputs.noise_ns, request_ns * self.inputs.policy.noticeable_fraction)
-
-    def _if_changed(
-        self, found: _Search, parts: tuple[Candidate, ...], index: int, other: Candidate
-    ) -> NextChange | None:
-        gain_ns = parts[index].transfer_ns - other.transfer_ns
-        if gain_ns <= self._tolerance_ns(sum(part.transfer_ns for part in parts)):
-            return None
-        changed = (*parts[:index], other, *parts[index + 1 :])
-        needed = [
-            (limit.cap_needed(self.inputs, held), limit)
-            for limit in found.limits
-            if (held := _held(changed, limit)) > limit.weight_limit(self.inputs)
-        ]
-        if not needed:
-            return None  # forbidden by host memory or by exclusion
-        cap, limit = max(needed, key=lambda one: one[0])
-        return NextChange(
-            component=other.spec.name,
-            placement=other.placement,
-            extra_bytes=cap - self.inputs.cap_bytes,
-            gain_ns=gain_ns,
-            phase=limit.key,
-            measured=limit.measured and self.record is not None,
+def _least_weights(choices: Sequence[Sequence[Family]], limit: PhaseLimit) -> int:
+    """Return what weights and window take in a phase at least, every component for itself."""
+    total = 0
+    for families in choices:
+        options = [family.head for family in families]
+        name = options[0].spec.name
+        is_running = name in limit.active
+        if name in limit.whole:
+            total += options[0].spec.total_bytes
+            continue
+        total += min(
+            option.idle_bytes
+            + (option.extra_bytes if is_running or name == limit.lingering else 0)
+            + (option.held_bytes + option.slot_bytes if is_running else 0)
+            for option in options
         )
-
-    def _alternatives(self, found: _Search) -> tuple[Alternative, ...]:
-        chosen = self.digest(found.choice)
-        second = solve(
-            found.by_time,
-            num_nodes_max=self.inputs.policy.solver_nodes_max,
-            allowed=lambda choice: choice != found.choice and self._allowed(choice),
-            num_refused=len(self.forbidden) + 1,
-            prices=found.prices,
-        ).choice
-        initial = tuple(
-            next(
-                i for i, part in enumerate(options) if part.placement == self.inputs.initial.components[part.spec.name]
-            )
-            if any(part.placement == self.inputs.initial.components[part.spec.name] for part in options)
-            else 0
-            for options in self.options
-        )
-        named = [
-            ("runner-up", second),
-            ("fastest", found.fastest),
-            ("current", self._current_choice()),
-            ("initial", initial),
-        ]
-        listed: list[Alternative] = []
-        for name, choice in named:
-            if choice is None or self.digest(choice) in {chosen, *(one.digest for one in listed)}:
-                continue
-            prediction = self.predict(self.parts(choice), found.limits)
-            listed.append(
-                Alternative(
-                    name=name,
-                    digest=self.digest(choice),
-                    placement=self.placement(choice),
-                    duration_ns=prediction.duration_ns,
-                    device_bytes=prediction.device_bytes,
-                    pinned_bytes=prediction.pinned_bytes,
-                    feasible=found.by_time.fits(choice) and self._allowed(choice),
-                )
-            )
-        return tuple(listed)
-
-
-def _held(parts: Sequence[Candidate], limit: PhaseLimit) -> int:
-    return sum(part.held_bytes(limit.active, limit.lingering) for part in parts)
+    return total

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
-from residency.statemachine.candidates import held_bytes
+from residency.statemachine.holdings import weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,10 +66,7 @@ def _peak_bytes(
     ratio = shape.units / record.workload.units * policy.activation_margin if shape.units > record.workload.units else 1
     peaks = [0]
     for phase in record.phases:
-        weights = sum(
-            held_bytes(spec, placement.components[spec.name], active=phase.active, lingering=phase.lingering)
-            for spec in specs
-        )
+        weights = weight_bytes(specs, placement, active=phase.active, lingering=phase.lingering, whole=phase.whole)
         peaks.append(weights + int(max(0, phase.allocated_peak_bytes - weights) * ratio))
     return max(peaks)
 

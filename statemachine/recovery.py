@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from residency.journal.views import RoundView
-from residency.statemachine.deaths import EARLY, SURVIVED, Closing, Death, closing, digest_of
+from residency.statemachine.deaths import Closing, closing, digest_of
 from residency.statemachine.fingerprint import differences
+from residency.statemachine.history import History
 from residency.statemachine.plan import PlanInputs
 from residency.statemachine.policy import Policy
-from residency.statemachine.states import State
-from residency.statemachine.validation import Blame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from residency.journal.views import EpochView, StreamView
+    from residency.journal.views import StreamView
 
 __all__ = ["Closing", "Decision", "DecisionKind", "closing", "decide"]
 
@@ -56,70 +55,6 @@ class Decision:
     expected_output: str | None = None
 
 
-@dataclass(slots=True)
-class _History:
-    """What happened to placements under one fingerprint; a commit forgives what came before it.
-
-    commits: committed rounds, oldest first. Serving is proven by serving, not by a commit: every restart commits.
-    """
-
-    commits: list[RoundView] = field(default_factory=list)
-    committed: set[str] = field(default_factory=set)
-    deaths_in_round: dict[str, int] = field(default_factory=dict)
-    deaths_serving: dict[str, int] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)
-    last_plan: RoundView | None = None
-    deaths: dict[str, Death] = field(default_factory=dict)
-
-    def add(self, epoch: EpochView) -> None:
-        for one in epoch.rounds:
-            self._add_round(one)
-        death = Death.of(epoch)
-        ended_well = epoch.stopped is not None and epoch.poisoned is None
-        if epoch.serving is not None and (ended_well or (death is not None and death.kind == SURVIVED)):
-            self.deaths_serving.pop(str(epoch.serving.get("placement", epoch.placement)), None)
-        if death is not None:
-            self.deaths[epoch.epoch] = death
-        if death is not None and death.blames == Blame.PLAN.value and death.placement is not None:
-            counts = self.deaths_serving if death.kind == EARLY else self.deaths_in_round
-            counts[death.placement] = counts.get(death.placement, 0) + 1
-
-    def _add_round(self, one: RoundView) -> None:
-        if one.placement is None:
-            return
-        self.last_plan = one
-        if one.state == State.COMMITTED.value:
-            self.commits.append(one)
-            self.committed.add(one.placement)
-            self.deaths_in_round.pop(one.placement, None)
-            self.failed.discard(one.placement)
-        elif one.state == State.ROLLED_BACK.value and _blames_plan(one):
-            self.failed.add(one.placement)
-
-    def num_deaths(self, placement: str) -> int:
-        return self.deaths_in_round.get(placement, 0) + self.deaths_serving.get(placement, 0)
-
-    def out_of_use(self, policy: Policy) -> set[str]:
-        """Return the placements that are not to be tried again: rolled back, or blamed for too many deaths."""
-        blamed = {*self.deaths_in_round, *self.deaths_serving}
-        return self.failed | {one for one in blamed if self.num_deaths(one) >= policy.deaths_max}
-
-    def num_suspect_deaths(self) -> int:
-        """Return the deaths blamed on plans that were never committed."""
-        return sum(num for placement, num in self.deaths_in_round.items() if placement not in self.committed)
-
-    def is_suspect(self, plan: RoundView) -> bool:
-        """Whether a life died moving weights to a placement that was never committed."""
-        death = self.deaths.get(plan.epoch)
-        return (
-            death is not None
-            and death.blames == Blame.PLAN.value
-            and death.kind == "round"
-            and death.placement == plan.placement
-            and plan.placement not in self.committed
-        )
-
-
 def decide(
     view: StreamView,
     *,
@@ -133,10 +68,7 @@ def decide(
     fingerprint, fingerprint_digest: of this start. initial: digest of its initial placement, which is never
     excluded. The kill switch and the gate come before this.
     """
-    history = _History()
-    alike = [epoch for epoch in view.epochs if digest_of(epoch) == fingerprint_digest]
-    for epoch in alike:
-        history.add(epoch)
+    history = History.of(view, fingerprint_digest=fingerprint_digest)
     out_of_use = history.out_of_use(policy)
     excluded = tuple(sorted(out_of_use - {initial}))
     for one in reversed(history.commits):
@@ -193,8 +125,3 @@ def _replan(suspect: RoundView, excluded: tuple[str, ...], policy: Policy) -> De
         reserve_factor=policy.suspect_reserve_factor,
         inputs=inputs,
     )
-
-
-def _blames_plan(one: RoundView) -> bool:
-    verdict = (one.outcome or {}).get("verdict")
-    return isinstance(verdict, dict) and verdict.get("blames") == Blame.PLAN.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,10 +23,13 @@ Start = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def start() -> Iterator[Start]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start a worker in a forked child: start(journal=..., append=n, before=False) dies at its n-th append."""
     script = Path(__file__).with_name("preloaded.py")
-    server = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path_factory.mktemp("state"))}
+    server = subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert server.stdin is not None and server.stdout is not None
 
     def ask(**request: Any) -> dict[str, Any]:
@@ -42,10 +46,10 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def inspect() -> Callable[[Path], StreamView]:
+def inspect() -> Callable[[Path | str], StreamView]:
     """Verify a journal and return its stream, folded."""
 
-    def look(journal: Path) -> StreamView:
+    def look(journal: Path | str) -> StreamView:
         reader = JournalReader.open(journal)
         try:
             findings = [one for one in verify(reader) if not one.is_note]

@@ -133,7 +133,8 @@ def start(request: dict[str, Any], tiny: Any) -> dict[str, Any]:
     """Start one worker, serve one request, and say what came of it."""
     if "append" in request:
         die_at(request["append"], before=request["before"], signum=request.get("signal", signal.SIGKILL))
-    worker = tiny.Worker(Path(request["journal"]))
+    journal = request["journal"]
+    worker = tiny.Worker(journal if "://" in journal else Path(journal))
     die = Die(request.get("state"), request.get("effect"), request.get("signal", signal.SIGKILL))
     manager = worker.attach(observer=die, **request.get("options", {}))
     if request.get("break_rollback"):

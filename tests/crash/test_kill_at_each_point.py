@@ -16,7 +16,7 @@ import pytest
 from residency.journal.views import StreamView
 
 Start = Callable[..., dict[str, Any]]
-Inspect = Callable[[Path], StreamView]
+Inspect = Callable[[Path | str], StreamView]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,24 @@ def test_a_restore_killed_at_any_append_is_recovered(
             _is_closed(inspect(journal))
 
 
-def _recovers(start: Start, inspect: Inspect, journal: Path, calibration: dict[str, Any], *, where: object) -> None:
+def test_a_calibration_killed_at_any_append_to_a_server_is_recovered(
+    start: Start, inspect: Inspect, undisturbed: tuple[dict[str, Any], dict[str, Any]], database: Any
+) -> None:
+    calibration, _ = undisturbed
+    # Every other one: which events there are does not depend on where they are written.
+    for append in range(1, calibration["appends"] + 1, 2):
+        before = append % 4 == 1
+        schema = database.new_schema()
+        journal = database.url(schema)
+        killed = start(journal=journal, append=append, before=before)
+        assert killed["status"] == -signal.SIGKILL, (append, before)
+        _recovers(start, inspect, journal, calibration, where=(append, before))
+        database.drop_schema(schema)
+
+
+def _recovers(
+    start: Start, inspect: Inspect, journal: Path | str, calibration: dict[str, Any], *, where: object
+) -> None:
     again = start(journal=journal)["answer"]
     assert again["decision"] in ("committed", "restored", "rolled-back", "kept"), where
     assert again["output"] == calibration["output"], where

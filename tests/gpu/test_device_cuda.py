@@ -249,7 +249,7 @@ def test_a_pinned_storage_is_page_locked_and_then_not(device: CudaDevice) -> Non
 def test_a_storage_too_large_for_one_registration_stays_pageable(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "PIN_BYTES_MAX", MIB)
+    monkeypatch.setattr(cuda_pins, "PIN_BYTES_MAX", MIB)
     storage = touched(MIB + 1)
     assert not device.pin(storage)
     assert not as_tensor(storage).is_pinned()

@@ -152,8 +152,10 @@ def test_a_component_has_what_is_yielded_to_it_and_the_window_grows_back(make: C
 
     head.forward = watch
     for _ in range(3):
-        bench.request()
-        assert bench.pipeline.window_bytes == size
+        with bench.pipeline.request():
+            assert bench.pipeline.window_bytes == size
+            bench.compute()
+        assert bench.pipeline.window_bytes == 2 * BLOCK_BYTES
     rest = bench.pipeline.component("a").spec.outside_bytes + bench.pipeline.component("b").spec.total_bytes
     assert all(0 <= allocated - rest - 2 * BLOCK_BYTES < BLOCK_BYTES // 4 for allocated in seen)
 

@@ -17,8 +17,20 @@ from residency.journal.reader import JournalReader
 from residency.journal.sqlite import connect
 from residency.journal.store import Journal
 from residency.journal.verify import Finding, verify
+from tests.journal.places import OnFile, OnServer, Place
 
 Write = Callable[..., None]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A place for a journal, once in a file and once on a server, where a server can be had."""
+    if request.param == "sqlite":
+        yield OnFile(tmp_path)
+        return
+    made = OnServer(request.getfixturevalue("database"), tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -56,15 +68,18 @@ def write(path: Path, drafts: Callable[[int], list[Draft]]) -> Write:
 
 @pytest.fixture
 def tamper(path: Path) -> Callable[..., None]:
-    """Change the file behind the journal's back: triggers off, statement, triggers as they were."""
+    """Change the file behind the journal's back: triggers off, statements, triggers as they were."""
 
-    def run(sql: str, parameters: Sequence[int | str | bytes | None] = (), *, restore: bool = True) -> None:
+    def run(
+        sql: str | Sequence[str], parameters: Sequence[int | str | bytes | None] = (), *, restore: bool = True
+    ) -> None:
         connection = connect(path, mode="rw", wait_s=5)
         triggers = connection.execute("SELECT name, sql FROM sqlite_schema WHERE type = 'trigger'").fetchall()
         for name, _ in triggers:
             connection.execute(f"DROP TRIGGER {name}")
         connection.execute("PRAGMA ignore_check_constraints = ON")
-        connection.execute(sql, tuple(parameters))
+        for statement in (sql,) if isinstance(sql, str) else sql:
+            connection.execute(statement, tuple(parameters))
         for _, trigger in triggers if restore else ():
             connection.execute(trigger)
         connection.close()

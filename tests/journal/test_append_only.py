@@ -72,10 +72,3 @@ def test_tables_are_strict(written: Path) -> None:
     with pytest.raises(driver.IntegrityError, match="cannot store TEXT value in BLOB column"):
         connection.execute("INSERT INTO blobs VALUES (?, 'text')", ("0" * 64,))
     connection.close()
-
-
-def test_two_open_journals_never_give_a_number_twice(written: Path) -> None:
-    with Journal.open(written) as one, Journal.open(written) as other:
-        draft = [Draft(type=EventType.MEASURED, round=1)]
-        versions = [j.append(draft, stream="worker", epoch="e")[0].stream_version for j in (one, other, one)]
-    assert versions == [4, 5, 6]

@@ -89,7 +89,7 @@ def test_a_path_below_a_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("postgresql://user:secret@host/db", "postgresql journals are not supported yet"),
+        ("mysql://user:secret@host/db", "mysql journals are not supported"),
         ("sqlite://", "names no file"),
         (":memory:", "names no file"),
         ("", "names no file"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -326,7 +325,7 @@ def test_a_lost_device_is_dated_and_leaves_the_machine_and_its_effects_where_the
 
 def test_an_event_of_an_unknown_kind_only_moves_the_positions(log: Log) -> None:
     log.start()
-    log.events.append(replace(log.events[0], position=2, type="weather", payload=b"not even JSON", recorded_at=20))
+    log.events.append(log.events[0]._replace(position=2, type="weather", payload=b"not even JSON", recorded_at=20))
     assert (log.epoch.state, log.epoch.last_position, log.epoch.last_at) == ("measuring", 2, 20)
 
 
@@ -339,7 +338,7 @@ def test_a_part_of_a_journal_folds_too(log: Log) -> None:
 
 def test_a_damaged_payload_is_an_error_rather_than_a_guess(log: Log) -> None:
     log.start()
-    log.events[0] = replace(log.events[0], payload=b'{"initial')
+    log.events[0] = log.events[0]._replace(payload=b'{"initial')
     with pytest.raises(JournalCorrupt, match="event 1"):
         fold(log.events)
 

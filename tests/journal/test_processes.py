@@ -41,32 +41,6 @@ for number in range(count):
 """
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 30])
-def test_a_writer_killed_between_appends_loses_nothing_it_acknowledged(
-    num_before: int, path: Path, start: Start, findings: Findings
-) -> None:
-    process = start(WRITER, path, "worker", 100_000)
-    assert process.stdout is not None
-    acknowledged = 0
-    for line in process.stdout:
-        acknowledged = int(line)
-        if acknowledged > num_before:
-            break
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    acknowledged = max([acknowledged, *(int(line) for line in process.stdout.read().splitlines())])
-
-    assert findings() == ()
-    with JournalReader.open(path) as reader:
-        before = [event.stream_version for event in reader.events()]
-    # The last one may have been written without the writer having lived to say so.
-    assert before in ([*range(1, acknowledged + 1)], [*range(1, acknowledged + 2)])
-    with Journal.open(path) as journal:
-        (event,) = journal.append([Draft(type=EventType.MEASURED, round=1)], stream="worker", epoch="e2")
-    assert event.stream_version == len(before) + 1
-    assert findings() == ()
-
-
 @pytest.mark.parametrize("nth", [1, 5, 12, 23, 31, 47])
 def test_a_writer_killed_inside_a_write_leaves_a_whole_journal_or_none(nth: int, tmp_path: Path, start: Start) -> None:
     strace = shutil.which("strace")
@@ -91,58 +65,6 @@ def test_a_writer_killed_inside_a_write_leaves_a_whole_journal_or_none(nth: int,
         assert [finding for finding in verify(reader) if not finding.is_note] == []
 
 
-def test_two_writer_processes_share_a_journal(path: Path, start: Start, findings: Findings) -> None:
-    writers = [start(WRITER, path, stream, 60) for stream in ("a", "b", "a")]
-    for writer in writers:
-        _, errors = writer.communicate(timeout=60)
-        assert writer.returncode == 0, errors
-    with JournalReader.open(path) as reader:
-        assert [event.position for event in reader.events()] == [*range(1, 181)]
-        assert [event.stream_version for event in reader.events("a")] == [*range(1, 121)]
-        assert [event.stream_version for event in reader.events("b")] == [*range(1, 61)]
-    assert findings() == ()
-
-
-def test_many_starts_at_once_make_one_journal(path: Path, start: Start, findings: Findings) -> None:
-    writers = [start(WRITER, path, f"worker-{number}", 1) for number in range(4)]
-    for writer in writers:
-        _, errors = writer.communicate(timeout=60)
-        assert writer.returncode == 0, errors
-    with JournalReader.open(path) as reader:
-        assert len(reader.streams()) == 4
-    assert findings() == ()
-
-
-HOLDER = """
-import sys
-from residency.journal.store import Journal
-journal = Journal.open(sys.argv[1])
-lock = journal.hold("worker")
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_held_stream_is_refused_until_its_holder_dies(path: Path, start: Start, journal: Journal) -> None:
-    process = start(HOLDER, path)
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    with pytest.raises(StreamInUse, match=f"'worker' is in use by process {process.pid}"):
-        journal.hold("worker")
-    with journal.hold("another"):
-        pass
-    process.kill()
-    process.wait()
-    journal.hold("worker").release()
-
-
-def test_a_stream_is_held_against_the_same_process_too(journal: Journal) -> None:
-    with journal.hold("worker") as lock:
-        assert lock.stream == "worker"
-        with pytest.raises(StreamInUse):
-            journal.hold("worker")
-    journal.hold("worker").release()
-
-
 def test_a_lock_file_removed_under_its_holder_does_not_let_the_holder_release_anothers(
     path: Path, journal: Journal
 ) -> None:
@@ -154,66 +76,6 @@ def test_a_lock_file_removed_under_its_holder_does_not_let_the_holder_release_an
     with pytest.raises(StreamInUse):
         journal.hold("worker")
     second.release()
-
-
-FORKER = """
-import os, sys, time
-from residency.errors import JournalError
-from residency.journal.events import Draft, EventType
-from residency.journal.store import Journal
-draft = [Draft(type=EventType.MEASURED, round=1)]
-journal = Journal.open(sys.argv[1])
-journal.append(draft, stream="worker", epoch="e")
-list(journal.events())
-lock = journal.hold("worker")
-done, tell = os.pipe()
-child = os.fork()
-if child == 0:
-    for use in (lambda: journal.append(draft, stream="worker", epoch="e"), lambda: list(journal.events()),
-                lambda: journal.hold("other")):
-        try:
-            use()
-        except JournalError as error:
-            print(error, flush=True)
-    journal.close()
-    with Journal.open(sys.argv[1]) as mine:
-        mine.append(draft, stream="child", epoch="e")
-    del journal, mine
-    os.write(tell, b"x")
-    sys.exit(0) if sys.argv[2] == "exit" else time.sleep(60)
-os.read(done, 1)
-if sys.argv[2] == "exit":
-    os.waitpid(child, 0)
-    journal.append(draft, stream="worker", epoch="e")
-    print(len(list(journal.events())), flush=True)
-else:
-    print(child, flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_child_cannot_use_its_parents_journal_and_can_open_its_own(
-    path: Path, finish: Finish, findings: Findings
-) -> None:
-    lines = finish(FORKER, path, "exit").splitlines()
-    assert [line.partition(" is used by its child")[1] for line in lines[:3]] == [" is used by its child"] * 3
-    assert lines[3] == "3"
-    assert findings() == ()
-
-
-def test_a_child_that_outlives_its_parent_does_not_keep_the_stream(path: Path, start: Start, journal: Journal) -> None:
-    process = start(FORKER, path, "stay")
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(4)]
-    child = int(lines[-1])
-    try:
-        with pytest.raises(StreamInUse):
-            journal.hold("worker")
-        process.kill()
-        process.wait()
-        journal.hold("worker").release()
-    finally:
-        os.kill(child, signal.SIGKILL)
 
 
 # Holds SQLite's own lock, as a program that knows nothing of ours would.

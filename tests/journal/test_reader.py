@@ -10,6 +10,7 @@ import pytest
 
 from residency.errors import JournalCorrupt, JournalError
 from residency.journal.events import Draft, EventType, payload
+from residency.journal.file_store import FileStore
 from residency.journal.hashing import blob_digest
 from residency.journal.reader import JournalReader
 from residency.journal.store import Journal
@@ -93,7 +94,8 @@ def test_an_iteration_left_open_does_not_hold_up_the_writer(journal: Journal, pa
         iteration = reader.events()
         next(iteration)
         journal.append(drafts(1), stream="worker", epoch="e")
-        cursor = journal._connected().connection.cursor()
+        assert isinstance(journal._store, FileStore)
+        cursor = journal._store._connected().connection.cursor()
         cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         assert cursor.fetchone() == (0, 0, 0)
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from residency.errors import JournalError
 from residency.journal.events import Draft, Event, EventType
@@ -18,8 +27,12 @@ from residency.journal.verify import verify
 
 
 class JournalMachine(RuleBasedStateMachine):
+    # None for a journal in a file.
+    database: Any = None
+
     def __init__(self) -> None:
         super().__init__()
+        self.schema = None if self.database is None else self.database.new_schema()
         self.folder = Path(tempfile.mkdtemp(prefix="residency-test-"))
         self.written: list[Event] = []
         self.writers: list[Journal] = []
@@ -29,14 +42,21 @@ class JournalMachine(RuleBasedStateMachine):
     def path(self) -> Path:
         return self.folder / f"{self.number}" / "journal.db"
 
+    @property
+    def url(self) -> str:
+        return str(self.path) if self.database is None else str(self.database.url(self.schema))
+
+    def open(self) -> Journal:
+        return Journal.open(self.url, state_folder=self.folder)
+
     @initialize()
     def begin(self) -> None:
-        self.writers.append(Journal.open(self.path))
+        self.writers.append(self.open())
 
     @precondition(lambda self: len(self.writers) < 3)
     @rule()
     def open_another_writer(self) -> None:
-        self.writers.append(Journal.open(self.path))
+        self.writers.append(self.open())
 
     @precondition(lambda self: self.writers)
     @rule(which=st.integers(0, 2))
@@ -74,29 +94,41 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """What is on disk now is what a killed process leaves: it becomes the journal."""
-        before = self.path.parent
-        self.number += 1
-        shutil.copytree(before, self.path.parent, ignore=shutil.ignore_patterns("*-shm"))
+        """What is on disk now is what a killed process leaves: it becomes the journal. A server ends the sessions."""
+        if self.database is not None:
+            self.database.end_sessions()
+        else:
+            before = self.path.parent
+            self.number += 1
+            shutil.copytree(before, self.path.parent, ignore=shutil.ignore_patterns("*-shm"))
         for writer in self.writers:
             writer.close()
         self.writers = []
 
     @invariant()
     def reads_as_written(self) -> None:
-        if not self.path.exists():
+        if self.database is None and not self.path.exists():
             return
-        with JournalReader.open(self.path) as reader:
+        with JournalReader.open(self.url, state_folder=self.folder) as reader:
             assert list(reader.events()) == self.written
             assert [finding for finding in verify(reader) if not finding.is_note] == []
 
     def teardown(self) -> None:
         for writer in self.writers:
             writer.close()
+        if self.database is not None:
+            self.database.drop_schema(self.schema)
         shutil.rmtree(self.folder)
 
 
-TestJournal = JournalMachine.TestCase
-TestJournal.settings = settings(
-    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_journal_reads_as_it_was_written_whatever_comes_between(kind: str, request: pytest.FixtureRequest) -> None:
+    machine, max_examples = JournalMachine, 15
+    if kind == "postgresql":
+        found = {"database": request.getfixturevalue("database")}
+        max_examples = 6
+        machine = type("ServerMachine", (JournalMachine,), found)  # type: ignore[assignment]
+    bounds = settings(
+        max_examples=max_examples, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    run_state_machine_as_test(machine, settings=bounds)

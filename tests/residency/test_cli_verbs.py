@@ -58,7 +58,7 @@ def test_log_shows_only_what_is_asked_for(
 
 
 def test_log_says_that_there_is_nothing_since(committed: Any, run: Callable[..., Any]) -> None:
-    done = run("log", "--since", "2030-01-01", "--journal", "journal.db", "--json")
+    done = run("log", "--since", "2030-01-01", "--journal", "journal.db", "--json", "--utc")
 
     assert (done.code, done.out, done.err) == (0, "", "no events since 2030-01-01T00:00:00Z\n")
 

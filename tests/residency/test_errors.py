@@ -30,6 +30,7 @@ EVERY_ERROR = [
     errors.RollbackFailed(round_number=1, problems=("vae: lost", "unet: lost")),
     errors.ProcessPoisoned(round_number=1, problem="CUDA error: misaligned address"),
     errors.PlacementInfeasible(needed_bytes=2**30, cap_bytes=2**20, bound_by="component 'vae'"),
+    errors.MeasurementRefused(subject="record 2 (baseline)", problem="phase 'use:vae' took -5 ns"),
     errors.WarmupFailed(problem="returned nothing"),
 ]
 

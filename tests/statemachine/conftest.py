@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 settings.register_profile(
     "fast", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
-settings.load_profile("fast")
+# The long form: pytest --hypothesis-profile long tests/statemachine
+settings.register_profile("long", settings.get_profile("fast"), max_examples=10_000, print_blob=True)
+if settings.get_current_profile_name() != "long":
+    settings.load_profile("fast")
 
 MIB = 2**20
 OFFLOADED = ComponentPlacement(mode=Mode.COMPONENT_OFFLOAD, tier=HostTier.PAGEABLE)
@@ -41,7 +44,9 @@ class Build:
     pageable: ComponentPlacement = OFFLOADED
     pinned: ComponentPlacement = PINNED
     shape: Workload = SHAPE
-    policy: Policy = field(default_factory=lambda: Policy(reserve_measured_bytes=0, equal_fraction_max=1.0))
+    policy: Policy = field(
+        default_factory=lambda: Policy(reserve_measured_bytes=0, equal_fraction_max=1.0, busy_slowdown=0.0)
+    )
     link: LinkReading = field(
         default_factory=lambda: LinkReading(
             to_device_pinned=2 * 2**30, to_device_pageable=2**30, to_host_pinned=2 * 2**30, to_host_pageable=2**30

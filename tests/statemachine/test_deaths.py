@@ -113,6 +113,59 @@ def test_a_failed_rollback_blames_the_plan_however_the_process_ended(past: Past)
         assert past.death(view)["blames"] == "plan"
 
 
+LOST = {"problem": "CUDA error: device-side assert triggered", "state": "validating"}
+ENDED = {"reason": "error", "signal": None}
+
+
+@pytest.mark.parametrize(
+    ("state", "num_intents"), [("planned", 1), ("applied", 2), ("validating", 2), ("validating", 0)]
+)
+def test_a_lost_device_blames_the_plan_that_was_applied_or_tried_however_the_process_ended(
+    past: Past, state: str, num_intents: int
+) -> None:
+    for stopped in (None, ENDED):
+        tried = past.round(state, num_intents=num_intents)
+        view = past.lived(past.epoch("dead", tried, poisoned=LOST, stopped=stopped), boot="another")
+        death = past.death(view)
+        assert (death["blames"], death["kind"], death["placement"]) == ("plan", "round", "p")
+        assert f"round 1, {state}" in death["why"] and "device-side assert" in death["why"]
+
+
+@pytest.mark.parametrize("placement", [None, "initial"])
+def test_a_device_that_is_lost_on_the_way_back_to_the_initial_placement_is_nobodys_plan(
+    past: Past, placement: str | None
+) -> None:
+    tried = past.round("measuring" if placement is None else "validating", placement, num_intents=1)
+    view = past.lived(past.epoch("dead", tried, poisoned=LOST, stopped=ENDED))
+    assert past.death(view)["blames"] == "infrastructure"
+
+
+@pytest.mark.parametrize("state", ["measuring", "planned", "committed", "rolled-back"])
+def test_a_device_that_is_lost_before_or_after_a_plan_was_tried_is_told_and_blames_no_plan(
+    past: Past, state: str
+) -> None:
+    tried = past.round(state, None if state == "measuring" else "p")
+    view = past.lived(past.epoch("dead", tried, poisoned=LOST, stopped=ENDED))
+    assert past.death(view)["blames"] == "infrastructure"
+    assert "the device was lost to it" in past.death(view)["why"]
+
+
+def test_a_device_that_is_lost_while_serving_counts_as_a_death_while_serving_however_late_the_next_start_is(
+    past: Past,
+) -> None:
+    lives = [
+        past.serving(
+            f"e{index}", at=5000 * index, poisoned=LOST, poisoned_at=(5000 * index + 30) * 10**9, stopped=ENDED
+        )
+        for index in range(3)
+    ]
+    view = past.lived(*lives, now=99_999)
+    assert [past.death(view, index)["blames"] for index in range(3)] == ["infrastructure", "infrastructure", "plan"]
+    assert "within 29 s of serving" in past.death(view, 0)["why"]
+    late = past.lived(past.serving("e", at=0, poisoned=LOST, poisoned_at=5000 * 10**9, stopped=ENDED))
+    assert past.death(late)["kind"] == "survived"
+
+
 def test_an_intent_in_doubt_of_a_settled_round_in_a_stopped_epoch_blames_nobody(past: Past) -> None:
     settled = past.round("committed", open_intents=(past.intent(),))
     view = past.lived(past.epoch("dead", settled, stopped={"reason": "exit", "signal": None}))

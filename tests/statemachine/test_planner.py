@@ -12,10 +12,10 @@ import pytest
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.records import HostReading, RequestKind
-from residency.statemachine.candidates import candidates, spread
-from residency.statemachine.constraints import extrapolate
+from residency.statemachine.constraints import extrapolate, phase_limits
+from residency.statemachine.layer_choice import layers_of
 from residency.statemachine.plan import Plan, PlanInputs
-from residency.statemachine.planner import make_plan, predict
+from residency.statemachine.planner import make_plan, predict, request_model
 from residency.statemachine.policy import Policy
 from residency.statemachine.timing import timing_record
 
@@ -105,14 +105,14 @@ def test_a_component_that_no_probe_reached_keeps_room_for_itself(build: Build) -
     assert any(phase.key == "use:second (not observed)" for phase in plan.prediction.phases)
 
 
-def test_a_component_lingers_after_its_use_but_slots_do_not(build: Build) -> None:
+def test_a_whole_component_lingers_after_its_use_and_a_window_is_there_all_the_time(build: Build) -> None:
     specs = build.specs()
     inputs = build.inputs(cap=2**40, specs=specs)
     whole = predict(inputs, build.placement(specs))
     layered = predict(inputs, build.placement(specs, transformer=LAYERWISE))
     after = {one.key: one.peak_bytes for one in whole.phases}["after:transformer"]
     after_layered = {one.key: one.peak_bytes for one in layered.phases}["after:transformer"]
-    assert after - after_layered == 400 * MIB
+    assert (after, after_layered) == ((440 + 10) * MIB, (40 + 50 + 10) * MIB)
     during = {one.key: one.peak_bytes for one in layered.phases}["use:transformer"]
     assert during == 40 * MIB + 50 * MIB + 10 * MIB
 
@@ -156,7 +156,7 @@ def test_the_size_that_the_allocator_refused_counts_for_the_phase_that_failed(bu
     wanted = {}
     for text in ("out of memory", "CUDA out of memory. Tried to allocate 200.00 MiB. GPU 0 has a total capacity of 1"):
         failed = build.failed(whole, last="use:transformer", error=text)
-        phases = make_plan(build.inputs(cap=440 * MIB, specs=specs, records=(failed,))).prediction.phases
+        phases = predict(build.inputs(cap=440 * MIB, specs=specs, records=(failed,)), current).phases
         wanted[text] = next(one for one in phases if one.key == "use:transformer").peak_bytes
     silent, told = wanted.values()
     assert told > silent
@@ -225,7 +225,8 @@ def test_layers_that_ran_once_in_a_one_step_measurement_are_scaled_too(build: Bu
     once = replace(build.shape, steps=1)
     records = (build.record(specs, current, workload=once, target_steps=28),)
     inputs = build.inputs(cap=300 * MIB, current=current, records=records, workload=replace(build.shape, steps=28))
-    assert predict(inputs, current).transfer_ns == pytest.approx(1e9 * (28 * 400 + 28 * 100 + 28 * 40) / 1024, rel=1e-6)
+    # What streams is hidden by what else computes, 20 ms a step.
+    assert predict(inputs, current).transfer_ns == pytest.approx(1e9 * 28 * (400 + 100 + 40) / 1024, rel=0.06)
 
 
 def test_transfers_measured_in_the_record_are_not_counted_as_compute(build: Build) -> None:
@@ -313,13 +314,6 @@ def test_one_configured_component_does_not_freeze_the_others(build: Build) -> No
     assert plan.placement.components["transformer"] == plan.placement.components["vae"] == RESIDENT
 
 
-def test_resident_layers_lie_evenly_apart() -> None:
-    assert spread(0, 8) == ()
-    assert spread(4, 8) == (0, 2, 4, 6)
-    assert spread(8, 8) == tuple(range(8))
-    assert len(set(spread(5, 19))) == 5
-
-
 def test_layers_that_run_more_often_are_kept_first(build: Build) -> None:
     base = build.spec("transformer", 800 * MIB, layers=(50 * MIB,) * 4)
     seldom = replace(base.groups[0], name="refiner")
@@ -328,8 +322,8 @@ def test_layers_that_run_more_often_are_kept_first(build: Build) -> None:
     current = build.placement(specs)
     uses = {"transformer": {"blocks": (4,) * 4, "refiner": (1,) * 4}}
     inputs = build.inputs(cap=2**40, specs=specs, records=(build.record(specs, current, layer_uses=uses),))
-    found = [one.placement.resident_layers for one in candidates(spec, inputs, inputs.records[0])]
-    assert all(len(kept.get("blocks", ())) == 4 for kept in found if "refiner" in kept)
+    model = request_model(inputs, phase_limits(inputs))
+    assert layers_of(model, spec).path()[:5] == tuple((num, 0) for num in range(5))
 
 
 # --- the value itself ------------------------------------------------------------------------------------------------
@@ -363,7 +357,8 @@ def test_a_plan_says_what_bound_it_and_what_else_there_was(build: Build) -> None
     assert hint.text == (
         "30.0 MiB more would allow encoder resident: -0.0488 s (estimated; needs a higher cap and a new calibration)"
     )
-    assert [one.name for one in plan.alternatives] == ["runner-up", "current"]
+    assert plan.alternatives[0].name == "runner-up"
+    assert build.placement(build.specs()).digest in {one.digest for one in plan.alternatives}
     assert all(one.digest == one.placement.digest for one in plan.alternatives)
 
 

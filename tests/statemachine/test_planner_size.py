@@ -13,12 +13,11 @@ from residency.gpu.placement import Mode
 from residency.gpu.records import HostReading, LinkReading
 from residency.gpu.specs import LayerGroupSpec
 from residency.gpu.workload import Workload
-from residency.statemachine.planner import make_plan
+from residency.statemachine.planner import make_plan, predict
 from residency.statemachine.policy import Policy
+from tests.statemachine.flux import flux_inputs as measured_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from residency.gpu.specs import ComponentSpec
     from residency.statemachine.plan import Plan, PlanInputs
     from tests.statemachine.conftest import Build
@@ -52,17 +51,14 @@ def flux_specs(build: Build) -> tuple[ComponentSpec, ...]:
     )
 
 
-def flux_inputs(build: Build, *, cap: int = 24 * GIB, succeeded: bool = False, noise_ns: int = 0) -> PlanInputs:
+def flux_inputs(build: Build, *, cap: int = 24 * GIB) -> PlanInputs:
     """Return what a plan was made from where the transformer did not even fit by itself beside its activations."""
     specs = flux_specs(build)
     current = build.placement(specs)
     beside = {"text_encoder": 41 * MIB, "text_encoder_2": 266 * MIB, "transformer": 400 * MIB, "vae": 2 * GIB}
     shape = Workload(width=768, height=768, frames=1, steps=4, batch=1)
     record = build.record(specs, current, activations=beside, workload=shape)
-    if not succeeded:
-        record = replace(
-            build.failed(record, last="use:transformer", error="Tried to allocate 90.00 MiB"), layer_uses={}
-        )
+    record = replace(build.failed(record, last="use:transformer", error="Tried to allocate 90.00 MiB"), layer_uses={})
     return build.inputs(
         cap=cap,
         specs=specs,
@@ -71,12 +67,12 @@ def flux_inputs(build: Build, *, cap: int = 24 * GIB, succeeded: bool = False, n
         host=HOST,
         policy=Policy(),
         workload=replace(shape, width=1024, height=1024),
-        noise_ns=noise_ns,
     )
 
 
-def many_inputs(build: Build, *, cap: int, pin_budget: int, layer_mib: Mapping[str, tuple[int, int]]) -> PlanInputs:
-    """Return four components of 19 + 38 layers with 12 phases, some of them with two components at once."""
+def many_inputs(build: Build, *, cap: int, pin_budget: int) -> PlanInputs:
+    """Return four components of 19 + 38 layers that run 4 times each, and 12 phases, some with two of them at once."""
+    layer_mib = {"one": (642, 283), "two": (131, 477), "three": (389, 92), "four": (520, 610)}
     specs = tuple(
         layered(
             build,
@@ -105,80 +101,98 @@ def many_inputs(build: Build, *, cap: int, pin_budget: int, layer_mib: Mapping[s
                 duration_ns=0,
             )
         )
-    record = replace(record, phases=(*record.phases, *both))
+    alone = [replace(phase, duration_ns=4 * 170_000_000) if phase.active else phase for phase in record.phases]
+    layers = {"double": (3_000_000,) * 19, "single": (2_900_000,) * 38}
+    record = replace(
+        record,
+        phases=(*alone, *both),
+        uses=tuple((name, 4) for name in layer_mib),
+        layer_uses={name: {"double": (4,) * 19, "single": (4,) * 38} for name in layer_mib},
+        layer_ns=dict.fromkeys(layer_mib, layers),
+        duration_ns=16 * 170_000_000,
+    )
     host = replace(HOST, available_bytes=2**45, pin_budget_bytes=pin_budget)
     assert len(record.phases) == 12
     return build.inputs(cap=cap, specs=specs, records=(record,), link=LINK, host=host, policy=Policy())
 
 
 def timed(inputs: PlanInputs) -> tuple[Plan, float]:
-    """Return a plan and the processor seconds it took, the best of two."""
-    seconds = []
-    for _ in range(2):
-        started = time.process_time()
-        make_plan(inputs)
-        seconds.append(time.process_time() - started)
-    return make_plan(inputs), min(seconds)
+    """Return a plan and the processor seconds it took."""
+    started = time.process_time()
+    plan = make_plan(inputs)
+    return plan, time.process_time() - started
 
 
-@pytest.mark.parametrize("succeeded", [False, True], ids=["nothing ran", "one request ran"])
-@pytest.mark.parametrize("noise_ns", [0, 20_000_000])
-def test_a_large_image_pipeline_is_solved_exactly_in_a_fraction_of_a_second(
-    build: Build, succeeded: bool, noise_ns: int
-) -> None:
-    # Branch and bound over every placement once ran out of 200,000 nodes here, a third above the best time.
-    for cap in (10, 16, 20, 24, 28, 32, 40):
-        inputs = flux_inputs(build, cap=cap * GIB, succeeded=succeeded, noise_ns=noise_ns)
-        plan, seconds = timed(inputs)
-        assert plan.exact and not plan.relaxed
-        assert plan.num_nodes < 5_000
-        assert seconds < 0.5
-        assert all(phase.peak_bytes <= phase.limit_bytes for phase in plan.prediction.phases)
-
-
-def test_exclusions_of_a_large_pipeline_give_the_next_best_each_time(build: Build) -> None:
-    inputs = flux_inputs(build)
-    excluded: tuple[str, ...] = ()
-    durations = []
-    for _ in range(4):
-        plan = make_plan(replace(inputs, excluded=excluded))
-        assert plan.exact and plan.num_nodes < 5_000
-        assert plan.placement.digest not in excluded
-        durations.append(plan.prediction.duration_ns)
-        runner_up = next(one for one in plan.alternatives if one.name == "runner-up")
-        excluded += (plan.placement.digest,)
-        assert make_plan(replace(inputs, excluded=excluded)).prediction.duration_ns == runner_up.duration_ns
-    assert durations == sorted(durations)
-
-
-@pytest.mark.parametrize("pin_budget", [20 * GIB, 2**45])
-@pytest.mark.parametrize("cap", [45, 60, 80])
-def test_four_components_of_57_layers_in_12_phases_are_solved_exactly(build: Build, cap: int, pin_budget: int) -> None:
-    layer_mib = {"one": (642, 283), "two": (131, 477), "three": (389, 92), "four": (520, 610)}
-    plan, seconds = timed(many_inputs(build, cap=cap * GIB, pin_budget=pin_budget, layer_mib=layer_mib))
-    assert set(plan.num_candidates.values()) == {67}
-    assert plan.exact and not plan.relaxed
-    assert plan.num_nodes < 20_000
-    assert seconds < 1.0
-
-
-def test_a_solver_out_of_nodes_still_gives_a_placement_that_fits(build: Build) -> None:
-    inputs = flux_inputs(build, succeeded=True, cap=28 * GIB)
-    plan = make_plan(replace(inputs, policy=replace(inputs.policy, solver_nodes_max=1)))
-    assert not plan.exact
+def assert_fits(plan: Plan) -> None:
     assert all(phase.peak_bytes <= phase.limit_bytes for phase in plan.prediction.phases)
+
+
+@pytest.mark.parametrize(("cap", "steps"), [(10, 4), (24, 50)])
+def test_a_large_image_pipeline_is_planned_in_seconds_to_within_a_few_percent_of_its_bound(
+    cap: int, steps: int
+) -> None:
+    plan, seconds = timed(measured_inputs(cap, steps=steps))
+    assert not plan.relaxed
+    assert plan.gap_ns <= plan.prediction.duration_ns * 0.03
+    assert seconds < 5
+    assert_fits(plan)
+
+
+def test_a_pipeline_of_which_nothing_ran_is_planned_by_what_it_moves(build: Build) -> None:
+    # The transformer did not even fit by itself; nobody knows what it computes.
+    plan = make_plan(flux_inputs(build))
+    assert not plan.relaxed and not plan.prediction.timed
+    assert plan.placement.components["transformer"].mode is Mode.LAYERWISE_OFFLOAD
+    assert plan.prediction.compute_ns == 0
+    assert_fits(plan)
+
+
+def test_exclusions_of_a_large_pipeline_give_another_one_as_good_each_time() -> None:
+    inputs = measured_inputs(16)
+    excluded: tuple[str, ...] = ()
+    best = None
+    for _ in range(2):
+        plan = make_plan(replace(inputs, excluded=excluded))
+        assert plan.placement.digest not in excluded
+        best = best or plan.prediction.duration_ns
+        assert plan.prediction.duration_ns == pytest.approx(best, rel=0.03)
+        excluded += (plan.placement.digest,)
+
+
+def test_four_components_of_57_layers_in_12_phases_share_scarce_pinned_memory(build: Build) -> None:
+    inputs = many_inputs(build, cap=60 * GIB, pin_budget=40 * GIB)
+    plan, seconds = timed(inputs)
+    assert not plan.relaxed
+    assert plan.prediction.pinned_bytes <= 40 * GIB
+    assert plan.prediction.duration_ns < 0.3 * predict(inputs, inputs.current).duration_ns
+    assert seconds < 15
+    assert_fits(plan)
+
+
+def test_a_solver_out_of_nodes_still_gives_a_placement_that_fits() -> None:
+    inputs = measured_inputs(16)
+    plan = make_plan(replace(inputs, policy=replace(inputs.policy, solver_nodes_max=1)))
+    assert not plan.exact and plan.gap_ns > 0
+    assert_fits(plan)
 
 
 def test_a_large_pipeline_that_cannot_fit_is_refused_quickly(build: Build) -> None:
     started = time.process_time()
     with pytest.raises(PlacementInfeasible):
         make_plan(flux_inputs(build, cap=GIB // 2))
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 2
 
 
-def test_the_fastest_mode_of_a_transformer_that_does_not_fit_is_layerwise(build: Build) -> None:
-    plan = make_plan(flux_inputs(build))
-    assert plan.placement.components["transformer"].mode is Mode.LAYERWISE_OFFLOAD
+def test_what_little_more_memory_would_save_is_said() -> None:
+    plan = make_plan(measured_inputs(16))
     assert plan.next_cheapest is not None
-    request_ns = plan.prediction.duration_ns
-    assert plan.next_cheapest.gain_ns >= request_ns * Policy().noticeable_fraction
+    assert 0 < plan.next_cheapest.extra_bytes < 4 * GIB
+    assert plan.next_cheapest.gain_ns >= plan.prediction.duration_ns * Policy().noticeable_fraction
+
+
+def test_a_pipeline_that_fits_is_as_fast_as_all_resident_with_less_memory() -> None:
+    inputs = measured_inputs(40, policy=Policy(busy_slowdown=0.0))
+    plan = make_plan(inputs)
+    assert plan.prediction.duration_ns == plan.prediction.compute_ns
+    assert plan.prediction.device_bytes < 0.95 * sum(spec.total_bytes for spec in inputs.specs)
+    assert plan.exact and plan.bound_by.startswith("nothing")

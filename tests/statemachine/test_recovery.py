@@ -209,6 +209,48 @@ def test_the_limits_come_from_the_policy(past: Past) -> None:
     assert found.kind is DecisionKind.QUARANTINED
 
 
+def test_a_plan_that_lost_the_device_is_a_suspect_and_twice_it_stops_planning(past: Past) -> None:
+    lost: dict[str, Any] = {
+        "poisoned": {"problem": "CUDA error: misaligned address"},
+        "stopped": {"reason": "error", "signal": None},
+    }
+    once = past.lived(past.killed("a", **lost))
+    assert (decided(once).kind, decided(once).placement, decided(once).reserve_factor) == (
+        DecisionKind.CALIBRATE,
+        "p",
+        2.0,
+    )
+    twice = past.lived(past.killed("a", **lost), past.killed("b", at=10, **lost))
+    assert decided(twice).kind is DecisionKind.QUARANTINED
+
+
+def test_after_a_lost_device_the_last_committed_placement_is_restored_and_not_the_one_that_lost_it(past: Past) -> None:
+    lost: dict[str, Any] = {
+        "poisoned": {"problem": "CUDA error: misaligned address"},
+        "stopped": {"reason": "error", "signal": None},
+    }
+    good = past.epoch("a", past.round("committed", "p"))
+    other = past.round("validating", "q", number=2)
+    found = decided(past.lived(good, past.epoch("b", past.round("committed", "p"), other, at=10, **lost)))
+    assert (found.kind, found.placement) == (DecisionKind.RESTORE, "p")
+    # A restore that loses it twice is given up, as one that dies twice.
+    restore = past.round("validating", "p", source="journal")
+    tried = [past.epoch("b", restore, at=10, **lost), past.epoch("c", restore, at=20, **lost)]
+    assert decided(past.lived(good, tried[0])).placement == "p"
+    assert decided(past.lived(good, *tried)).excluded == ("p",)
+
+
+def test_a_device_that_is_lost_while_serving_is_no_orderly_end_that_forgives(past: Past) -> None:
+    lost: dict[str, Any] = {
+        "poisoned": {"problem": "CUDA error: misaligned address"},
+        "stopped": {"reason": "exit", "signal": None},
+    }
+    lives = [
+        past.serving(f"e{index}", at=20 * index, poisoned_at=(20 * index + 5) * 10**9, **lost) for index in range(4)
+    ]
+    assert decided(past.lived(*lives)).excluded == ("p",)
+
+
 # --- on a real journal -----------------------------------------------------------------------------------------------
 
 

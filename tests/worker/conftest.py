@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import residency
 from residency.gpu.emulated import EmulatedDevice
 from residency.statemachine.worker import Silent
 
@@ -61,3 +63,42 @@ def worker(tiny: Any, tmp_path: Path) -> Iterator[Any]:
         if isinstance(device, EmulatedDevice):
             # Else the guards of all earlier tests would look at every operator of the later ones.
             device.close()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What a person is told about trouble since the last look, line by line."""
+
+    def take() -> list[str]:
+        told = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+        caplog.clear()
+        return [line for text in told for line in text.splitlines()]
+
+    return take
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """What the pipeline serves under its initial placement."""
+    worker = tiny.Worker(tmp_path_factory.mktemp("expected") / "journal.db")
+    manager = worker.attach(warmup=None)
+    manager.start()
+    output: torch.Tensor = worker.pipeline.request(tiny.WORKLOAD)
+    manager.detach()
+    worker.device.close()
+    return output
+
+
+@pytest.fixture
+def serves_as_it_began(worker: Any, tiny: Any, expected: torch.Tensor) -> Callable[..., None]:
+    def check(manager: residency.Manager, report: residency.Report) -> None:
+        assert report.decision is residency.Decision.WITHOUT_JOURNAL
+        assert report.error is not None
+        assert report.placement == manager.placement == manager._setup.initial
+        assert manager._pipeline.pinned_bytes == 0
+        assert manager.ready
+        assert torch.equal(worker.pipeline.request(tiny.WORKLOAD), expected)
+        answer = manager.handle({"verb": "calibrate", "epoch": manager.epoch, "round": report.round})
+        assert answer["outcome"] == "skipped"
+
+    return check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ import torch
 
 import residency
 from residency.errors import JournalError
+from residency.journal.file_store import FileStore
 from residency.journal.location import lock_path
 from residency.journal.locks import FileLock
 from residency.journal.schema import FORMAT
@@ -39,45 +39,6 @@ Lines = Callable[[], list[str]]
 def _no_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KILL_SWITCHES:
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Lines:
-    """What a person is told about trouble since the last look, line by line."""
-
-    def take() -> list[str]:
-        told = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-        caplog.clear()
-        return [line for text in told for line in text.splitlines()]
-
-    return take
-
-
-@pytest.fixture(scope="module")
-def expected(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    """What the pipeline serves under its initial placement."""
-    worker = tiny.Worker(tmp_path_factory.mktemp("expected") / "journal.db")
-    manager = worker.attach(warmup=None)
-    manager.start()
-    output: torch.Tensor = worker.pipeline.request(tiny.WORKLOAD)
-    manager.detach()
-    worker.device.close()
-    return output
-
-
-@pytest.fixture
-def serves_as_it_began(worker: Any, tiny: Any, expected: torch.Tensor) -> Callable[..., None]:
-    def check(manager: residency.Manager, report: residency.Report) -> None:
-        assert report.decision is residency.Decision.WITHOUT_JOURNAL
-        assert report.error is not None
-        assert report.placement == manager.placement == manager._setup.initial
-        assert manager._pipeline.pinned_bytes == 0
-        assert manager.ready
-        assert torch.equal(worker.pipeline.request(tiny.WORKLOAD), expected)
-        answer = manager.handle({"verb": "calibrate", "epoch": manager.epoch, "round": report.round})
-        assert answer["outcome"] == "skipped"
-
-    return check
 
 
 @pytest.fixture
@@ -354,8 +315,8 @@ def test_a_disk_that_is_really_full_in_mid_round_rolls_it_back(
 ) -> None:
     def fill() -> None:
         journal = manager._epoch.journal
-        assert journal is not None
-        connection = journal._connected()
+        assert journal is not None and isinstance(journal._store, FileStore)
+        connection = journal._store._connected()
         (pages,) = connection.exec_driver_sql("PRAGMA page_count").one()
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
         connection.rollback()

@@ -1,0 +1,59 @@
+"""The head witness as writers use it: checked when a journal is opened, written after what must not be lost."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from residency.journal.files import set_head_aside
+from residency.journal.head import Head, HeadUnreadable, StreamHead, contradictions, read_head, write_head
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from residency.journal.events import Event
+
+log = logging.getLogger(__name__)
+
+
+def check_witness(
+    path: Path,
+    *,
+    journal: str,
+    journal_id: str,
+    hash_at: Callable[[str, int], bytes | None],
+    clock_ns: Callable[[], int],
+) -> None:
+    """Compare the witness beside a path with the journal; one that contradicts it is told, and kept under another name.
+
+    Raises:
+        OSError: it cannot be kept.
+    """
+    try:
+        head = read_head(path)
+        problems = () if head is None else contradictions(head, journal_id=journal_id, hash_at=hash_at)
+    except HeadUnreadable as error:
+        problems = (f"the head witness cannot be read: {error}",)
+    if problems:
+        kept = set_head_aside(path, now_ns=clock_ns())
+        log.warning("journal %s: %s; the witness is kept as %s", journal, "; ".join(problems), kept)
+
+
+def write_witness(path: Path, journal_id: str, last: Event) -> None:
+    """Note in the witness beside a path how far a stream has come. Needs a lock that keeps other writers of it out.
+
+    A witness that cannot be written is a warning: the events are durable, only the proof that they were is missing.
+    """
+    streams: dict[str, StreamHead] = {}
+    try:
+        known = read_head(path)
+        if known is not None and known.journal_id == journal_id:
+            streams = dict(known.streams)
+    except HeadUnreadable as error:
+        log.warning("journal %s: the head witness cannot be read and is written anew: %s", path, error)
+    streams[last.stream] = StreamHead(position=last.position, stream_version=last.stream_version, hash=last.hash.hex())
+    try:
+        write_head(path, Head(journal_id=journal_id, position=last.position, streams=streams))
+    except OSError as error:
+        log.warning("journal %s: the head witness cannot be written: %s", path, error)

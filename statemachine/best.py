@@ -1,0 +1,119 @@
+"""The best placement of a request by itself: of the least bound, or the one that is simulated fastest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from residency.errors import PlacementInfeasible
+from residency.gpu.placement import RESIDENT, HostTier, Placement
+from residency.statemachine.bound import placement_bound
+from residency.statemachine.choice import Chooser
+from residency.statemachine.holdings import idle_bytes
+from residency.statemachine.options import Options
+from residency.statemachine.policy import Policy
+from residency.statemachine.room import Room
+from residency.statemachine.search import Search
+from residency.statemachine.timeline import simulate
+from residency.statemachine.weighing import Rules
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from residency.gpu.placement import ComponentPlacement
+    from residency.statemachine.bound import Bound
+    from residency.statemachine.options import Family
+    from residency.statemachine.request_model import RequestModel
+    from residency.statemachine.timeline import Timeline
+
+_EQUALS_MAX = 32  # placements of one bound that are simulated
+
+
+def best_placement(
+    model: RequestModel,
+    *,
+    fixed: Mapping[str, ComponentPlacement] | None = None,
+    pin_budget_bytes: int | None = None,
+) -> tuple[Placement, Bound]:
+    """Return the placement of the least bound among all whose weights, window and peaks fit the cap, and its bound.
+
+    fixed: component -> its placement, which is taken as it is (it may yield). pin_budget_bytes: for all pinned host
+    copies together; None: no limit. Among equal bounds the one that is simulated fastest, then the one with the least
+    device memory. Raises PlacementInfeasible if nothing fits.
+    """
+    room, _, families = _weighed(model, fixed or {}, pin_budget_bytes)
+    search = Search(
+        room,
+        families,
+        by_pass=False,
+        num_nodes_max=Policy().solver_nodes_max,
+        pinned_bytes_max=pin_budget_bytes,
+    )
+    found: list[Placement] = []
+    for lower_ns, parts in search.run():
+        placement = room.placement(parts)
+        if placement is not None:
+            found.append(placement)
+            least_ns = min(lower_ns, lower_ns if search.threshold_ns is None else search.threshold_ns)
+            search.threshold_ns = least_ns
+        if len(found) >= _EQUALS_MAX:
+            break
+    if not found:
+        raise _infeasible(model)
+    ranked = [(placement_bound(model, one), _simulated(model, one), one) for one in found]
+    bound, _, placement = min(ranked, key=lambda one: (one[0].total_ns, one[1], one[2].digest))
+    return placement, bound
+
+
+def fastest_placement(
+    model: RequestModel,
+    *,
+    fixed: Mapping[str, ComponentPlacement] | None = None,
+    pin_budget_bytes: int | None = None,
+) -> tuple[Placement, Timeline]:
+    """Return the placement that is simulated fastest, and how it goes. Otherwise as `best_placement`."""
+    room, options, families = _weighed(model, fixed or {}, pin_budget_bytes)
+    policy = Policy()
+    rules = Rules(
+        tolerance=lambda _: 0,
+        pinned_bytes_max=_unlimited(model) if pin_budget_bytes is None else pin_budget_bytes,
+        host_bytes_max=_unlimited(model),
+        allowed=lambda _: True,
+        num_nodes_max=policy.solver_nodes_max,
+        num_simulations_max=policy.simulations_max,
+        num_windows=policy.window_levels,
+    )
+    current = Placement(components={spec.name: RESIDENT for spec in model.specs})
+    found = Chooser(room, options, families, current, rules).choose(())
+    if found is None:
+        raise _infeasible(model)
+    return found.best.placement, found.best.timeline
+
+
+def _weighed(
+    model: RequestModel, fixed: Mapping[str, ComponentPlacement], pin_budget_bytes: int | None
+) -> tuple[Room, Options, list[list[Family]]]:
+    scarce = pin_budget_bytes is not None and pin_budget_bytes < _unlimited(model)
+    tiers = (HostTier.PINNED, HostTier.PAGEABLE) if scarce else (HostTier.PINNED,)
+    options = Options(model, num_levels=Policy().byte_levels, tiers=tiers)
+    families = [
+        [options.fixed(spec, fixed[spec.name])] if spec.name in fixed else options.of(spec) for spec in model.specs
+    ]
+    return Room(model), options, families
+
+
+def _unlimited(model: RequestModel) -> int:
+    return sum(spec.total_bytes for spec in model.specs)
+
+
+def _simulated(model: RequestModel, placement: Placement) -> tuple[float, int]:
+    try:
+        return simulate(model, placement).request_ns, idle_bytes(model.specs, placement)
+    except ValueError:
+        # The window lies in too many pieces for one of its layers.
+        return float("inf"), 0
+
+
+def _infeasible(model: RequestModel) -> PlacementInfeasible:
+    return PlacementInfeasible(
+        needed_bytes=model.cap_bytes + 1, cap_bytes=model.cap_bytes, bound_by="every phase at once"
+    )
