@@ -102,7 +102,7 @@ def wal(reader: JournalReader) -> Iterator[Finding]:
             if is_in_use:
                 time.sleep(_WAL_PAUSE_S)
             before, found = found, unreachable(path) if is_in_use else found
-            if found == before:
+            if found is not None and found == before:
                 yield Finding(kind=FindingKind.WAL, text=found.text)
                 return
     except OSError as error:

@@ -22,10 +22,11 @@ class FindingKind(Enum):
     UNREADABLE = "unreadable"  # reading ended there
     HEAD = "head"  # the head witness contradicts the journal
     HEAD_MISSING = "head-missing"  # a note: nothing was witnessed
+    HEAD_DAMAGED = "head-damaged"  # a note: one of the witness's two copies is, as a power loss may leave it
     PARTIAL = "partial"  # a note: it was imported from some streams of a journal
 
 
-NOTES = frozenset({FindingKind.HEAD_MISSING, FindingKind.PARTIAL})
+NOTES = frozenset({FindingKind.HEAD_MISSING, FindingKind.HEAD_DAMAGED, FindingKind.PARTIAL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

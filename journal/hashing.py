@@ -78,7 +78,7 @@ def hash_row(row: Sequence[Column]) -> bytes:
         and type(schema_version) is type(recorded_at) is type(pid) is int
         and type(event_id) is str
         and type(payload) is type(previous_hash) is bytes
-        and len(previous_hash) == 32
+        and len(previous_hash) == 32  # pyright: ignore[reportArgumentType]
         and len(identifier := event_id.encode()) == 36
     ):
         return hash_columns(row[:-1])
@@ -103,12 +103,12 @@ def hash_row(row: Sequence[Column]) -> bytes:
         third,
         _known.get(of_process) or _remember(of_process),
         b"n" if causation is None else _part(causation),
-        _PREFIX.pack(b"b", len(payload)),
+        _PREFIX.pack(b"b", len(payload)),  # pyright: ignore[reportArgumentType]
         payload,
         _HASH,
         previous_hash,
     )
-    return hashlib.sha256(b"".join(parts)).digest()
+    return hashlib.sha256(b"".join(parts)).digest()  # pyright: ignore[reportArgumentType]
 
 
 def hash_event(event: Event) -> bytes:

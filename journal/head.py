@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from residency.journal.location import head_path
+from residency.journal.slots import read_slots, write_slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from residency.journal.events import Event
 
-HEAD_FORMAT = 1
+HEAD_FORMAT = 2
 
 # In the names of witnesses that were set aside, because the journal did not bear them out.
 CONTRADICTED = "contradicted"
@@ -57,35 +57,34 @@ def read_head(journal: Path) -> Head | None:
     Raises:
         HeadUnreadable: it is damaged, or cannot be read.
     """
+    return look_at_head(journal)[0]
+
+
+def look_at_head(journal: Path) -> tuple[Head | None, bool]:
+    """Return the witness of a journal, and whether one of its two copies is damaged, so that it may be the older one.
+
+    Raises:
+        HeadUnreadable: both are, or it cannot be read.
+    """
     try:
-        return msgspec.json.decode(head_path(journal).read_bytes(), type=Head)
+        content = head_path(journal).read_bytes()
+        slot, num_damaged = read_slots(content)
+        # The first programs wrote one copy, bare.
+        text = content if slot is None else bytes(slot.content)
+        return msgspec.json.decode(text, type=Head), slot is not None and num_damaged > 0
     except FileNotFoundError:
-        return None
+        return None, False
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HeadUnreadable(str(error)) from error
 
 
 def write_head(journal: Path, head: Head) -> None:
-    """Replace the witness in one step: after a crash it is the old one or the new one. Blocks until it is on disk.
+    """Replace the witness: after a crash it is the old one or the new one. Blocks until it is on disk.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    path = head_path(journal)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        # Whatever somebody put there, a named pipe even, must not make a worker wait.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(temporary, flags, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(head, order="sorted"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    write_slot(head_path(journal), msgspec.json.encode(head, order="sorted"))
 
 
 def contradictions(head: Head, *, journal_id: str, hash_at: Callable[[str, int], bytes | None]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ FAILURES = (psycopg.Error,)
 
 # What the settings of a session need: idle_session_timeout came with 14.
 _VERSION_MIN = 140000
+
+# The driver's compiled part hands control back while it waits only since then; before, a wait could last for ever.
+_DRIVER_MIN = (3, 2, 12)
 
 # The server ends a statement this much later than a wait for a lock, so that it is the lock that is told; the client
 # gives up this much later than that: it only has to when the server has stopped answering at all.
@@ -94,8 +98,9 @@ def connect(location: ServerLocation, *, wait_s: float, patience_s: float, read_
 
     Raises:
         psycopg.Error: whatever the driver says; see explain().
-        JournalError: the server is too old, not durable, not writable, or its database has another encoding.
+        JournalError: the driver or the server is too old, or the server not durable, not writable, or of another encoding.
     """
+    _check_driver(location)
     deadline = time.monotonic() + patience_s
     pause_s = _PAUSE_S_MIN
     while True:
@@ -115,6 +120,16 @@ def connect(location: ServerLocation, *, wait_s: float, patience_s: float, read_
         session.close()
         raise
     return session
+
+
+def _check_driver(location: ServerLocation) -> None:
+    found = tuple(int(part) for part in re.findall("[0-9]+", psycopg.__version__)[:3])
+    if found < _DRIVER_MIN:
+        raise refusal(
+            location,
+            f"psycopg {psycopg.__version__} is older than {'.'.join(map(str, _DRIVER_MIN))}",
+            "pip install --upgrade 'residency[postgresql]'",
+        )
 
 
 def _connected(location: ServerLocation, *, wait_s: float) -> Session:

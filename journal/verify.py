@@ -13,7 +13,7 @@ from residency.journal.chain import Chains, Positions, at
 from residency.journal.events import Event, EventType, named_blob
 from residency.journal.findings import Finding, FindingKind
 from residency.journal.hashing import blob_digest
-from residency.journal.head import Head, HeadUnreadable, contradictions, heads_set_aside, read_head
+from residency.journal.head import Head, HeadUnreadable, contradictions, heads_set_aside, look_at_head
 from residency.journal.location import head_path
 from residency.journal.reader import JournalReader
 
@@ -35,11 +35,13 @@ def verify(reader: JournalReader) -> tuple[Finding, ...]:
     Raises:
         JournalError: the reader is closed, or was carried over a fork, or cannot be read at all.
     """
-    for _ in range(_TRIES_MAX):
-        checks = _Checks(reader)
-        checks.run()
+    checks = _Checks(reader)
+    checks.run()
+    for _ in range(_TRIES_MAX - 1):
         if not checks.was_pruned_meanwhile():
             break
+        checks = _Checks(reader)
+        checks.run()
     return tuple(checks.findings)
 
 
@@ -102,11 +104,15 @@ class _Checks:
         for kept in heads_set_aside(path):
             self.say(FindingKind.HEAD, f"an earlier head witness contradicted this journal; it is kept as {kept}")
         try:
-            return read_head(path)
+            head, is_damaged = look_at_head(path)
         except HeadUnreadable as error:
             self.say(FindingKind.HEAD, f"the head witness {head_path(path)} cannot be read: {error}")
             self.is_head_unreadable = True
             return None
+        if is_damaged:
+            text = f"one of the two copies in {head_path(path)} is damaged; the other one counts, and may be older"
+            self.say(FindingKind.HEAD_DAMAGED, text)
+        return head
 
     def events(self) -> None:
         self.until = self.reader.last_position()

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # What a terminal of another encoding cannot show must not end the showing.
-            stream.reconfigure(errors="backslashreplace")
+            # A stream that was pointed elsewhere may refuse; it then stays as it is.
+            with suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
     if request := completion_request():
         return shell_complete(residency, {}, "residency", COMPLETION_VARIABLE, request)
     try:

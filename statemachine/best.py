@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from residency.statemachine.bound import Bound
     from residency.statemachine.options import Family
     from residency.statemachine.request_model import RequestModel
+    from residency.statemachine.search import Parts
     from residency.statemachine.timeline import Timeline
 
+_STEPS = (8, 4, 2, 1)
 _EQUALS_MAX = 32  # placements of one bound that are simulated
 
 
@@ -40,7 +42,7 @@ def best_placement(
     copies together; None: no limit. Among equal bounds the one that is simulated fastest, then the one with the least
     device memory. Raises PlacementInfeasible if nothing fits.
     """
-    room, _, families = _weighed(model, fixed or {}, pin_budget_bytes)
+    room, options, families = _weighed(model, fixed or {}, pin_budget_bytes)
     search = Search(
         room,
         families,
@@ -52,9 +54,10 @@ def best_placement(
     for lower_ns, parts in search.run():
         placement = room.placement(parts)
         if placement is not None:
+            if not found:
+                placement = room.placement(_improved(search, room, options, parts)) or placement
             found.append(placement)
-            least_ns = min(lower_ns, lower_ns if search.threshold_ns is None else search.threshold_ns)
-            search.threshold_ns = least_ns
+            search.threshold_ns = lower_ns if search.threshold_ns is None else min(lower_ns, search.threshold_ns)
         if len(found) >= _EQUALS_MAX:
             break
     if not found:
@@ -87,6 +90,23 @@ def fastest_placement(
     if found is None:
         raise _infeasible(model)
     return found.best.placement, found.best.timeline
+
+
+def _improved(search: Search, room: Room, options: Options, parts: Parts) -> Parts:
+    """Return parts of a lower bound, layer by layer: the search tells apart only so many of them."""
+    least_ns = search.bound_ns(parts)
+    for step in _STEPS:
+        is_better = True
+        while is_better:
+            is_better = False
+            for place, part in enumerate(parts):
+                for option in options.moves(part, step):
+                    other = (*parts[:place], option, *parts[place + 1 :])
+                    lower_ns = search.bound_ns(other)
+                    is_less = lower_ns is not None and (least_ns is None or lower_ns < least_ns)
+                    if is_less and room.placement(other) is not None:
+                        parts, least_ns, is_better = other, lower_ns, True
+    return parts
 
 
 def _weighed(

@@ -129,13 +129,8 @@ def _contradictions(inputs: PlanInputs) -> Iterator[tuple[str, str]]:
             )
             # Sizes may be a little off for weights that cannot be looked into, but not by half.
             if 2 * phase.allocated_peak_bytes < weights:
-                yield (
-                    f"record {number} ({record.kind.value})",
-                    (
-                        f"phase {phase.key!r} has a peak of {phase.allocated_peak_bytes} bytes under a placement that "
-                        f"holds {weights} bytes of weights in it"
-                    ),
-                )
+                found = f"a peak of {phase.allocated_peak_bytes} bytes under a placement that holds {weights} in it"
+                yield f"record {number} ({record.kind.value})", f"phase {phase.key!r} has {found}"
 
 
 def _is_size(value: object) -> bool:

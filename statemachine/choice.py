@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from residency.statemachine.room import Room
     from residency.statemachine.search import Parts, Search
 
+_RESIZED_MAX = 3  # ways to give a component more or less memory that are simulated
 _FEW = 64  # of all combinations for each simulation that is allowed: most are ruled out by their bound
 
 
@@ -89,6 +90,14 @@ class Chooser(Weigher):
         is_free = len(families) > 1 or not families[0].head.is_fixed
         return [*self._options.grown(option)] if is_free else []
 
+    def resized(self, option: Option, families: Sequence[Family], num_bytes: int) -> list[Option]:
+        """Return options of a component that hold about so many bytes more, or fewer, those that move least first."""
+        path = list(self._options.resized(option, num_bytes)) or [family.head for family in families]
+        found = [one for one in path if (one.idle_bytes - option.idle_bytes) * num_bytes > 0]
+        nearest = min((abs(one.idle_bytes - option.idle_bytes - num_bytes) for one in found), default=0)
+        near = [one for one in found if abs(one.idle_bytes - option.idle_bytes - num_bytes) <= 2 * nearest]
+        return sorted(near, key=lambda one: sum(map(_link_ns, one.moved)))[:_RESIZED_MAX]
+
     def ideal_ns(self) -> int:
         """Return what no placement can go below, however much memory there is."""
         heads = [[family.head for family in found] for found in self.choices]
@@ -116,11 +125,9 @@ class Chooser(Weigher):
         search.threshold_ns = self.limit_ns
         complete: list[tuple[int, Parts]] = []
         for lower_ns, parts in search.run():
-            placement = self.placement(parts)
-            if placement is not None:
-                complete.append((lower_ns, parts))
-                self.consider(placement, parts)
-                search.threshold_ns = self.limit_ns
+            complete.append((lower_ns, parts))
+            self.consider(self.placement(parts), parts)
+            search.threshold_ns = self.limit_ns
         for lower_ns, parts in complete:
             limit_ns = self.limit_ns
             for window in self.windows(parts) if limit_ns is None or lower_ns <= limit_ns else ():

@@ -113,7 +113,7 @@ _TABLE: tuple[tuple[GateReason, Callable[[Facts], str | None], str], ...] = (
     (
         GateReason.QUARANTINED,
         lambda facts: facts.quarantine,
-        "see 'residency explain', change what differs (a higher cap, another version), or start a new journal",
+        "see 'residency quarantine list'; change what differs (a higher cap, another version), or clear it there",
     ),
     (
         GateReason.WARMUP_FAILED,

@@ -172,6 +172,14 @@ class Options:
     def _away_bytes(self, spec: ComponentSpec) -> int:
         return sum(sum(group.layer_bytes) for group in spec.groups)
 
+    def resized(self, option: Option, num_bytes: int) -> Iterator[Option]:
+        """Yield layerwise options that hold about so many bytes more, or fewer."""
+        spec = option.spec
+        layers = sum(len(group.layer_bytes) for group in spec.groups)
+        if layers:
+            step = max(1, round(abs(num_bytes) * layers / max(1, self._away_bytes(spec))))
+            yield from self.moves(option, step)
+
     def grown(self, option: Option) -> Iterator[Option]:
         """Yield options with ever more resident layers, and at least as many held ones."""
         tier = option.placement.tier

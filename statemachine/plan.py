@@ -71,12 +71,23 @@ class PhasePrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimePrediction:
+    """One time phase of a request under a placement, all its passes together: computing, and waiting for weights."""
+
+    name: str
+    passes: int
+    compute_ns: int
+    exposed_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What a placement should cost for one request of the workload.
 
-    duration_ns = compute_ns + transfer_ns, the waiting for transfers that computing does not hide. timed: False if no
-    request succeeded, so that only transfers count. device_bytes: weights held between requests, with the window.
-    pinned_bytes: of host copies.
+    duration_ns = compute_ns + transfer_ns, the waiting for transfers that computing does not hide and what they slow it
+    down by. timed: False if no request succeeded, so that only transfers count. device_bytes: weights held between
+    requests, with the window. pinned_bytes: of host copies. to_device_bytes: what crosses the link. phases: of memory;
+    time_phases: of time, in order.
     """
 
     duration_ns: int
@@ -87,6 +98,32 @@ class Prediction:
     phases: tuple[PhasePrediction, ...]
     timed: bool
     measured: bool
+    to_device_bytes: int = 0
+    time_phases: tuple[TimePrediction, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """A limit that the plan comes close to. slack_bytes: what is left of it. kind: 'device', 'pinned' or 'host'.
+
+    name: of the memory phase, for device memory.
+    """
+
+    kind: str
+    name: str
+    slack_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What device memory is worth to a component, in ns of a request per GiB. None: it has none to give, or needs none.
+
+    loss_ns_per_gib: what a request would lose if it had less. gain_ns_per_gib: what it would gain if it had more.
+    """
+
+    component: str
+    loss_ns_per_gib: int | None
+    gain_ns_per_gib: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +185,8 @@ class Plan:
     many placements of it were weighed. exact: nothing that was weighed is faster, gap_ns is 0; else another placement
     may be, by gap_ns at most, because the search ended before it had seen all.
     relaxed: nothing fits by the estimate, so the choice only avoids growing; a measured failure raises instead.
+    binding: the limits in which less is left than the next layer or component would take, the tightest first.
+    prices: of every component that may be placed.
     """
 
     placement: Placement
@@ -162,4 +201,6 @@ class Plan:
     exact: bool
     relaxed: bool
     gap_ns: int = 0
+    binding: tuple[Binding, ...] = ()
+    prices: tuple[Price, ...] = ()
     planner_version: int = PLANNER_VERSION

@@ -21,9 +21,10 @@ from residency.statemachine.plan import (
     Plan,
     PlanInputs,
     Prediction,
+    TimePrediction,
 )
 from residency.statemachine.probing import bounded_workload, fit_probe
-from residency.statemachine.reasons import what_binds
+from residency.statemachine.reasons import binding, prices, what_binds
 from residency.statemachine.request_model import MemoryLimit, RequestModel
 from residency.statemachine.room import Room
 from residency.statemachine.timing import timing_record
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from residency.statemachine.choice import Chosen
+    from residency.statemachine.time_phase import TimePhase
 
 __all__ = [
     "PLANNER_VERSION",
@@ -64,10 +66,11 @@ def predict(inputs: PlanInputs, placement: Placement) -> Prediction:
     Raises ValueError if its window has no room for a layer that must run.
     """
     planner = _Planner(inputs)
-    weighed = planner.chooser(planner.limits).weigh(placement)
+    chooser = planner.chooser(planner.limits)
+    weighed = chooser.weigh(placement)
     if weighed is None:
         raise ValueError(f"placement {placement.digest} has no room for a layer that must run")
-    return planner.prediction(weighed, planner.limits)
+    return planner.prediction(weighed, planner.limits, chooser.model.phases)
 
 
 class _Planner:
@@ -98,7 +101,7 @@ class _Planner:
             placement=found.best.placement,
             keep=found.best.placement == self.inputs.current,
             changes=self._changes(before, found.best),
-            prediction=self.prediction(found.best, limits),
+            prediction=self.prediction(found.best, limits, chooser.model.phases),
             bound_by=bound_by,
             next_cheapest=next_change,
             alternatives=self._alternatives(chooser, found),
@@ -107,6 +110,8 @@ class _Planner:
             exact=found.gap_ns == 0,
             gap_ns=found.gap_ns,
             relaxed=is_relaxed,
+            binding=binding(self.inputs, chooser, found.best, limits),
+            prices=prices(self.inputs, chooser, found.best),
         )
 
     def chooser(self, limits: Sequence[PhaseLimit], *, cap_bytes: int | None = None) -> Chooser:
@@ -141,7 +146,7 @@ class _Planner:
         """Return by how much a request of such a length may differ and still count as equally fast."""
         return min(self.inputs.noise_ns, round(self.inputs.policy.equal_fraction_max * request_ns))
 
-    def prediction(self, weighed: Weighed, limits: Sequence[PhaseLimit]) -> Prediction:
+    def prediction(self, weighed: Weighed, limits: Sequence[PhaseLimit], phases: Sequence[TimePhase]) -> Prediction:
         """Return what a placement costs, phase by phase."""
         cap = self.inputs.cap_bytes
         return Prediction(
@@ -162,6 +167,13 @@ class _Planner:
             ),
             timed=self.timed,
             measured=bool(limits) and all(limit.measured for limit in limits),
+            to_device_bytes=weighed.timeline.to_device_bytes,
+            time_phases=tuple(
+                TimePrediction(
+                    name=phase.name, passes=of.passes, compute_ns=phase.compute_ns, exposed_ns=phase.exposed_ns
+                )
+                for phase, of in zip(weighed.timeline.phases, phases, strict=True)
+            ),
         )
 
     def _choices(self, options: Options) -> list[list[Family]]:

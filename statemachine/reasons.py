@@ -1,4 +1,4 @@
-"""Why a plan is what it is: what bound it, and the cheapest change that more memory would allow."""
+"""Why a plan is what it is: what bound it, what memory is worth, and the cheapest change that more would allow."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 from residency.gpu.placement import Mode, Placement
 from residency.gpu.specs import window_bytes
 from residency.statemachine.bound import stretches
-from residency.statemachine.plan import NextChange
+from residency.statemachine.options import host_bytes
+from residency.statemachine.plan import Binding, NextChange, Price
+from residency.statemachine.policy import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from residency.gpu.placement import ComponentPlacement
+    from residency.gpu.specs import ComponentSpec
     from residency.statemachine.choice import Chooser, Chosen
     from residency.statemachine.constraints import PhaseLimit
     from residency.statemachine.options import Family, Option
@@ -44,6 +48,71 @@ def what_binds(
             is_worth = change.gain_ns >= noticeable_ns
             return change if is_worth else None, f"device memory in phase {change.phase!r}"
     return None, "host memory: every faster placement needs more of it, or is excluded"
+
+
+def binding(inputs: PlanInputs, chooser: Chooser, best: Weighed, limits: Sequence[PhaseLimit]) -> tuple[Binding, ...]:
+    """Return the limits in which less is left than the smallest thing would take that could still move in."""
+    placement, current = best.placement, inputs.current
+    away = [_smallest_away(spec, placement.components[spec.name]) for spec in inputs.specs]
+    least = min((size for size in away if size), default=0)
+    host = sum(
+        host_bytes(spec, current.components[spec.name], placement.components[spec.name]) for spec in inputs.specs
+    )
+    found = [
+        Binding(
+            kind="device",
+            name=limit.key,
+            slack_bytes=limit.weight_limit(inputs) - limit.weight_bytes(inputs, placement),
+        )
+        for limit in limits
+    ]
+    found.append(Binding(kind="pinned", name="", slack_bytes=chooser.rules.pinned_bytes_max - best.pinned_bytes))
+    found.append(Binding(kind="host", name="", slack_bytes=chooser.rules.host_bytes_max - host))
+    return tuple(sorted((one for one in found if one.slack_bytes < least), key=lambda one: (one.slack_bytes, one.name)))
+
+
+def prices(inputs: PlanInputs, chooser: Chooser, best: Weighed) -> tuple[Price, ...]:
+    """Return what about a GiB less, and more, would change for each component, all else left as it is."""
+    found = []
+    for families in chooser.choices:
+        if families[0].head.is_fixed:
+            continue
+        name = families[0].head.spec.name
+        now = chooser.option(name, best.placement.components[name])
+        loss, saving = (
+            _change_ns(inputs, chooser, best, now, chooser.resized(now, families, num_bytes))
+            for num_bytes in (-GIB, GIB)
+        )
+        found.append(
+            Price(
+                component=name,
+                # A GiB less never helps, and a GiB more never harms: what says so is how rooms happen to lie.
+                loss_ns_per_gib=None if loss is None else max(0, loss),
+                gain_ns_per_gib=None if saving is None else max(0, -saving),
+            )
+        )
+    return tuple(found)
+
+
+def _change_ns(
+    inputs: PlanInputs, chooser: Chooser, best: Weighed, now: Option, others: Sequence[Option]
+) -> int | None:
+    """Return by how much a request takes longer with the best of other options for one component, per GiB."""
+    changes = [
+        (weighed.request_ns - best.request_ns) * GIB // abs(other.idle_bytes - now.idle_bytes)
+        for other in others
+        if (weighed := chooser.weigh(_changed(inputs, best.placement, other))) is not None
+    ]
+    return min(changes, default=None)
+
+
+def _smallest_away(spec: ComponentSpec, where: ComponentPlacement) -> int:
+    """Return the bytes of the smallest layer that leaves the device, or of a whole component that does."""
+    if where.mode is Mode.COMPONENT_OFFLOAD:
+        return spec.total_bytes
+    sizes = {group.name: group.slot_bytes for group in spec.groups}
+    away = spec.away_layers(where) if where.mode is Mode.LAYERWISE_OFFLOAD else {}
+    return min((sizes[name][index] for name, indices in away.items() for index in indices), default=0)
 
 
 def _cheapest(

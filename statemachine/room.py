@@ -71,13 +71,12 @@ class Room:
                 window = room
         if window is None:
             window = max(caps.values(), default=0)
-        # What is given back lies in one piece, and what is allocated in it does not fit it exactly.
-        caps = {name: max(0, room - max(0, window - room) // _GIVEN_PART) for name, room in caps.items()}
         return (window, caps) if window >= 0 else None
 
-    def windows(self, window: int, caps: dict[str, int]) -> list[int]:
-        """Return how much of a window is there in each time phase."""
-        return [min([window, *(caps[name] for name in names if name in caps)]) for names in self._phases]
+    def windows(self, window: int, caps: dict[str, int], *, at_most: bool) -> list[int]:
+        """Return how much of a window is there in each time phase; `at_most`: as a bound for all smaller ones, too."""
+        kept = caps if at_most else {name: _kept(window, room) for name, room in caps.items()}
+        return [min([window, *(kept[name] for name in names if name in kept)]) for names in self._phases]
 
     def fits(self, parts: Sequence[Option], windows: Sequence[int]) -> bool:
         """Say whether the layers of some parts find room in what every time phase leaves of the window."""
@@ -110,15 +109,22 @@ class Room:
             window = min(most, useful if window is None else window)
         else:
             window = needed
-        if not needed <= window <= most or not self.fits(parts, self.windows(window, caps)):
+        if not needed <= window <= most or not self.fits(parts, self.windows(window, caps, at_most=False)):
             return None
         components = {}
         for part in parts:
             where, name = part.placement, part.spec.name
             if where.mode is Mode.LAYERWISE_OFFLOAD and not part.is_fixed:
                 where = replace(where, window_bytes=window)
-            given = max(where.yield_bytes, window - caps.get(name, window))
+            given = max(where.yield_bytes, window - _kept(window, caps.get(name, window)))
             if given != where.yield_bytes:
                 where = replace(where, yield_bytes=given)
             components[name] = where
         return Placement(components={spec.name: components[spec.name] for spec in self.model.specs})
+
+
+def _kept(window: int, room: int) -> int:
+    """Return what is kept of a window while so much of it may be there."""
+    given = max(0, window - room)
+    # What is given back lies in one piece, and what is allocated in it does not fit it exactly.
+    return max(0, window - given - given // _GIVEN_PART)

@@ -139,7 +139,7 @@ class Search:
         found = self._room.caps(parts, device_bytes=self.device_bytes_max)
         if found is None or not self._has_host_memory(parts):
             return False
-        return self._room.needed(parts) <= found[0] and self._room.fits(parts, self._room.windows(*found))
+        return self._room.needed(parts) <= found[0] and self._room.fits(parts, self._room.windows(*found, at_most=True))
 
     def _has_host_memory(self, parts: Parts) -> bool:
         pinned, host = self._pinned_bytes_max, self._host_bytes_max
@@ -187,7 +187,7 @@ class Search:
         complete = len(parts) == len(self._families)
         if complete and not any(part.placement.mode is Mode.LAYERWISE_OFFLOAD for part in parts):
             window = 0
-        windows = self._room.windows(window, caps)
+        windows = self._room.windows(window, caps, at_most=True)
         if not self._room.fits(parts[:-1] if is_open else parts, windows):
             return None
         traffic = [moved]

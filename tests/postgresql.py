@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pwd
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -142,6 +144,8 @@ class Server:
     def _popen(self, name: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
         if self._user is not None:
             options |= {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": []}
+        if sys.platform == "linux":
+            options["preexec_fn"] = _end_with_parent
         # Not of the terminal's group: Ctrl-C ends the tests, and they end it.
         started: subprocess.Popen[Any] = subprocess.Popen(
             [str(self._binaries / name), *arguments], cwd=self.folder, start_new_session=True, **options
@@ -231,6 +235,11 @@ class Database:
     def _connect(self, database: str) -> psycopg.Connection[Any]:
         given: dict[str, Any] = {**self._server.parameters(), "dbname": database}
         return psycopg.connect(autocommit=True, connect_timeout=10, **given)
+
+
+def _end_with_parent() -> None:
+    """Have a server end if the tests are killed, or the thread that started it ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGQUIT)
 
 
 def _free_port() -> int:

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from residency import errors, settings
-from residency.cli import EXIT_CODES, VERBS
+from residency.cli import EXIT_CODES, VERBS, WRITING
 from residency.cli import residency as group
 from residency.gpu.placement import RESIDENT, Placement
 from residency.journal.events import Draft, EventType
@@ -206,7 +206,7 @@ def test_every_keyword_of_attach_in_the_documents_exists() -> None:
 def test_every_verb_is_in_the_readme_and_has_help() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
 
-    for name in VERBS:
+    for name in VERBS | WRITING:
         command = group.get_command(click.Context(group), name)
         assert name == "demo" or f"residency {name}" in text, name
         assert command is not None and command.help, name

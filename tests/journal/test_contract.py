@@ -14,6 +14,7 @@ from residency.errors import JournalCorrupt, JournalError
 from residency.journal.events import Draft, EventType, payload
 from residency.journal.hashing import ZERO_HASH, blob_digest, hash_event
 from residency.journal.schema import EVENT_COLUMNS
+from residency.journal.slots import read_slots
 from tests.journal.places import Place, findings, opened, reading
 
 if TYPE_CHECKING:
@@ -233,7 +234,9 @@ def test_the_witness_says_how_far_each_stream_had_come(place: Place, journal: Jo
     journal.append(drafts(2), stream="a", epoch="e", witness=True)
     (event,) = journal.append(drafts(1), stream="b", epoch="e", witness=True)
     journal.append(drafts(1), stream="a", epoch="e")
-    head = json.loads(place.head.read_bytes())
+    slot, _ = read_slots(place.head.read_bytes())
+    assert slot is not None
+    head = json.loads(bytes(slot.content))
     assert head["position"] == 3
     assert {name: (one["position"], one["stream_version"]) for name, one in head["streams"].items()} == {
         "a": (2, 2),

@@ -13,6 +13,7 @@ from residency.journal.findings import Finding, FindingKind
 from residency.journal.hashing import blob_digest
 from residency.journal.reader import JournalReader
 from residency.journal.schema import EVENT_COLUMNS
+from residency.journal.slots import read_slots
 from residency.journal.verify import verify
 from tests.journal.places import OnServer, findings, opened, reading, witness_aside
 
@@ -142,7 +143,9 @@ def test_a_contradiction_outlives_the_next_start(
 
 def test_a_forged_witness_and_one_that_cannot_be_read_are_findings(place: Place, write: Write) -> None:
     write(2, witness=True)
-    head = json.loads(place.head.read_bytes())
+    slot, _ = read_slots(place.head.read_bytes())
+    assert slot is not None
+    head = json.loads(bytes(slot.content))
     head["streams"]["worker"]["hash"] = "00" * 32
     place.head.write_text(json.dumps(head))
     (finding,) = findings(place)

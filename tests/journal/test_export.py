@@ -11,6 +11,7 @@ from residency.errors import JournalCorrupt, JournalError, JournalNewer
 from residency.journal.events import Draft, EventType
 from residency.journal.export import export
 from residency.journal.hashing import blob_digest
+from residency.journal.head import read_head
 from residency.journal.importing import import_lines
 from residency.journal.reader import JournalReader
 from residency.journal.schema import EVENT_COLUMNS
@@ -95,8 +96,7 @@ def test_an_imported_export_is_the_same_journal_and_its_export_the_same_bytes(wr
         assert dict(one.blobs()) == dict(two.blobs())
         assert one.meta() == two.meta()
     assert said(other) == ()
-    heads = [json.loads(each.with_name("journal.db.head").read_bytes()) for each in (written, other)]
-    assert heads[0] == heads[1]
+    assert read_head(written) == read_head(other) is not None
 
 
 def test_an_imported_journal_is_continued_where_the_exported_one_ended(
@@ -125,7 +125,7 @@ def test_every_column_is_in_the_line_of_an_event_and_hashes_again(written: Path)
                 parts.append(b"n")
                 continue
             kind = b"i" if isinstance(value, int) else b"b" if name in ("payload", "previous_hash") else b"t"
-            text = bytes.fromhex(value) if name == "previous_hash" else str(value).encode()
+            text = bytes.fromhex(str(value)) if name == "previous_hash" else str(value).encode()
             parts += [kind, len(text).to_bytes(8, "big"), text]
         assert hashlib.sha256(b"".join(parts)).hexdigest() == event["hash"]
         previous[event["stream"]] = event["hash"]

@@ -204,6 +204,23 @@ for one in (Journal, JournalReader):
     assert "s3cret" not in done.stdout
 
 
+def test_a_driver_that_could_wait_for_ever_is_refused(place: OnServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, is_fine in (
+        ("3.1.20", False),
+        ("3.2.11", False),
+        ("3.2.12", True),
+        ("3.3.0.dev1", True),
+        ("4.0", True),
+    ):
+        monkeypatch.setattr("psycopg.__version__", version)
+        if is_fine:
+            opened(place).close()
+            continue
+        for open_it in (opened, reading):
+            with pytest.raises(JournalError, match=rf"psycopg {version} is older than 3\.2\.12"):
+                open_it(place)
+
+
 def test_a_role_without_rights_is_told_what_it_lacks(database: Any, place: OnServer, role: str) -> None:
     url = database.url(place.schema, user=role, password=QUOTED)
 
@@ -741,13 +758,18 @@ def test_a_backend_that_is_killed_takes_the_hold_with_it(own_server: Any, fleet:
 def test_a_server_that_comes_up_meanwhile_is_waited_for(own_server: Any, fleet: OnServer) -> None:
     opened(fleet).close()
     own_server.stop()
-    later = threading.Timer(1.0, own_server.start)
-    later.start()
-    try:
+    found: list[int] = []
+
+    def start() -> None:
         with opened(fleet, wait_s=20) as journal:
-            assert append(journal) == 1
-    finally:
-        later.join()
+            found.append(append(journal))
+
+    waiting = threading.Thread(target=start)
+    waiting.start()
+    time.sleep(1)
+    own_server.start()
+    waiting.join()
+    assert found == [1]
 
 
 def test_a_server_that_is_stopped_by_a_signal_does_not_keep_an_append_waiting(own_server: Any, fleet: OnServer) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
 import logging
+import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ from residency.journal.events import Draft, EventType
 from residency.journal.export import export
 from residency.journal.fold import fold_stream
 from residency.journal.hashing import blob_digest, hash_event
+from residency.journal.head import read_head
 from residency.journal.host import boot_id
 from residency.journal.importing import import_lines
 from residency.journal.prune import EPOCHS_MIN_AT_START, prune, retain
@@ -33,10 +36,6 @@ from residency.journal.verify import Finding, FindingKind, verify
 from residency.statemachine.history import History
 from residency.statemachine.policy import Policy
 from residency.statemachine.recovery import closing, decide
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -298,10 +297,11 @@ def test_the_witness_names_what_is_there_even_if_it_lagged(past: Past) -> None:
     for number in range(FINGERPRINTS_KEPT + 3):
         past.live("stop", fingerprint=f"{number}")
     past.prune(keep_epochs=1)
-    head = json.loads(past.path.with_name("journal.db.head").read_bytes())["streams"][STREAM]
+    head = read_head(past.path)
+    assert head is not None
     with JournalReader.open(past.path) as reader:
         last = list(reader.events())[-1]
-    assert (last.type, last.hash.hex()) == ("pruned", head["hash"])
+    assert (last.type, last.hash.hex()) == ("pruned", head.streams[STREAM].hash)
     assert serious(past.path) == ()
 
 
@@ -310,8 +310,12 @@ def test_a_witness_that_cannot_be_moved_on_keeps_everything(past: Past, monkeypa
     for number in range(FINGERPRINTS_KEPT + 3):
         past.live("stop", fingerprint=f"{number}")
     before = past.view()
-    (past.path.parent / "journal.db.head.tmp").mkdir()
-    with pytest.raises(JournalError, match=r"journal\.db\.head: is a directory"):
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(JournalError, match=r"journal\.db\.head: no space left"):
         past.prune(keep_epochs=1)
     assert past.view() == before
     assert serious(past.path) == ()
@@ -496,6 +500,7 @@ def _decided(past: Past) -> list[Any]:
 
 def test_a_start_prunes_once_there_is_enough_to_prune(past: Past, caplog: pytest.LogCaptureFixture) -> None:
     retention = Retention(days=30, epochs=3)
+    removal = None
     for number in range(EPOCHS_MIN_AT_START + 4):
         past.live("serve initial", "stop", days=40)
         with Journal.open(past.path, clock_ns=lambda: past.now_ns) as journal:
@@ -582,7 +587,7 @@ def test_a_prune_that_is_killed_anywhere_is_done_or_not_begun(past: Past, start:
         past.live("stop", fingerprint=f"{number}")
     files = {suffix: Path(f"{past.path}{suffix}").read_bytes() for suffix in ("", ".head")}
     before = past.view()
-    outcomes = set()
+    outcomes, left = set(), 0
     for left in range(30):
         for suffix, content in files.items():
             Path(f"{past.path}{suffix}").write_bytes(content)

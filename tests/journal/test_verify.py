@@ -12,6 +12,7 @@ from residency.journal.events import Draft, EventType
 from residency.journal.hashing import blob_digest
 from residency.journal.reader import JournalReader
 from residency.journal.schema import EVENT_COLUMNS, TRIGGERS
+from residency.journal.slots import read_slots
 from residency.journal.sqlite import connect
 from residency.journal.store import Journal
 from residency.journal.verify import Finding, FindingKind, verify
@@ -162,7 +163,9 @@ def test_a_witness_that_cannot_be_read_is_a_finding(
 def test_a_forged_witness_is_noticed(path: Path, write: Write, findings: Findings) -> None:
     write(2, witness=True)
     file = path.with_name("journal.db.head")
-    head = json.loads(file.read_bytes())
+    slot, _ = read_slots(file.read_bytes())
+    assert slot is not None
+    head = json.loads(bytes(slot.content))
     head["streams"]["worker"]["hash"] = "00" * 32
     file.write_text(json.dumps(head))
     (finding,) = findings()

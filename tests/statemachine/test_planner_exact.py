@@ -98,6 +98,7 @@ def with_window(inputs: PlanInputs, model: RequestModel, bare: Placement, share:
     components = {}
     for spec in inputs.specs:
         given = max([0, *(window - room[one.key] for one in model.memory_limits if spec.name in one.active)])
+        given = min(window, given + given // 8)
         one = replace(bare.components[spec.name], yield_bytes=given)
         components[spec.name] = replace(one, window_bytes=window) if spec in free else one
     return Placement(components=components) if has_room(inputs, model, components, window) else None

@@ -142,4 +142,4 @@ def test_a_clearing_is_folded_from_the_journal_and_moves_nothing_else(tmp_path: 
 
     (found,) = after.clearings
     assert (found.fingerprint, found.placement, found.reason, found.position) == ("f", None, "a fixed driver", 2)
-    assert replace(after, clearings=(), last_position=1) == before
+    assert replace(after, clearings=(), last_position=1, num_events=1) == before
