@@ -15,12 +15,13 @@ from residency.journal.check import check_file
 from residency.journal.engine import META, make_engine, use_wal
 from residency.journal.files import create_journal, make_folder, set_aside
 from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open, unusable
-from residency.journal.insert import Prepared, hash_at, highest_given, insert_events
+from residency.journal.insert import Prepared, hash_at
 from residency.journal.location import beside, journal_path, lock_path
 from residency.journal.locks import FileLock, StreamLock, hold_stream
 from residency.journal.reader import JournalReader
 from residency.journal.rewrite import Rewrite
 from residency.journal.sqlite import FAILURES, abandon, explain, warn_if_unsafe
+from residency.journal.sqlite_insert import append_events
 from residency.journal.witness import check_witness, write_witness
 
 if TYPE_CHECKING:
@@ -182,17 +183,14 @@ class FileStore:
 
     def _insert(self, prepared: Sequence[Prepared], *, stream: str, epoch: str, rank: int) -> tuple[Event, ...]:
         try:
-            connection = self._connected()
-            with connection.begin():
-                return insert_events(
-                    connection,
-                    prepared,
-                    after=highest_given(connection),
-                    stream=stream,
-                    epoch=epoch,
-                    rank=rank,
-                    clock_ns=self._clock_ns,
-                )
+            return append_events(
+                self._connected().connection,
+                prepared,
+                stream=stream,
+                epoch=epoch,
+                rank=rank,
+                clock_ns=self._clock_ns,
+            )
         except BaseException as error:
             # Whatever it was, the next append begins with a fresh connection.
             self._disconnect()

@@ -77,7 +77,31 @@ def insert_events(
         sqlalchemy.exc.DBAPIError: whatever the database says.
     """
     _insert_blobs(connection, prepared)
-    version, previous = stream_tail(connection, stream) if tail is None else tail
+    events = make_events(
+        prepared,
+        after=after,
+        tail=stream_tail(connection, stream) if tail is None else tail,
+        stream=stream,
+        epoch=epoch,
+        rank=rank,
+        clock_ns=clock_ns,
+    )
+    _insert_rows(connection, events)
+    return events
+
+
+def make_events(
+    prepared: Sequence[Prepared],
+    *,
+    after: int,
+    tail: Tail,
+    stream: str,
+    epoch: str,
+    rank: int,
+    clock_ns: Callable[[], int],
+) -> tuple[Event, ...]:
+    """Return the events that come after a position, and continue their stream."""
+    version, previous = tail
     events: list[Event] = []
     for offset, one in enumerate(prepared, start=1):
         event = _make_event(
@@ -92,7 +116,6 @@ def insert_events(
         )
         previous = event.hash
         events.append(event)
-    _insert_rows(connection, events)
     return tuple(events)
 
 

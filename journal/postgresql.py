@@ -98,7 +98,7 @@ def connect(location: ServerLocation, *, wait_s: float, patience_s: float, read_
 
     Raises:
         psycopg.Error: whatever the driver says; see explain().
-        JournalError: the driver or the server is too old, or the server not durable, not writable, or of another encoding.
+        JournalError: driver or server are too old, or the server is not durable, not writable, or of another encoding.
     """
     _check_driver(location)
     deadline = time.monotonic() + patience_s

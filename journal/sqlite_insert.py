@@ -53,8 +53,7 @@ def append_events(
         events = make_events(
             prepared,
             after=max(sequence or 0, highest or 0),
-            version=version or 0,
-            previous=previous or ZERO_HASH,
+            tail=(version or 0, previous or ZERO_HASH),
             stream=stream,
             epoch=epoch,
             rank=rank,
