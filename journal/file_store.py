@@ -184,7 +184,7 @@ class FileStore:
     def _insert(self, prepared: Sequence[Prepared], *, stream: str, epoch: str, rank: int) -> tuple[Event, ...]:
         try:
             return append_events(
-                self._connected().connection,
+                self._connected().connection,  # pyright: ignore[reportArgumentType]
                 prepared,
                 stream=stream,
                 epoch=epoch,
