@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from residency.journal.location import head_path
-from residency.journal.slots import read_slots, write_slot
+from residency.journal.slots import change_slot, read_slots, write_slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +42,9 @@ class Head:
     format: int = HEAD_FORMAT
 
 
+_decoder = msgspec.json.Decoder(Head)
+
+
 class HeadUnreadable(ValueError):
     """Raised when the witness is there and cannot be read as one."""
 
@@ -71,7 +74,7 @@ def look_at_head(journal: Path) -> tuple[Head | None, bool]:
         slot, num_damaged = read_slots(content)
         # The first programs wrote one copy, bare.
         text = content if slot is None else bytes(slot.content)
-        return msgspec.json.decode(text, type=Head), slot is not None and num_damaged > 0
+        return _decoder.decode(text), slot is not None and num_damaged > 0
     except FileNotFoundError:
         return None, False
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -85,6 +88,32 @@ def write_head(journal: Path, head: Head) -> None:
         OSError: the disk is full, or the folder cannot be written.
     """
     write_slot(head_path(journal), msgspec.json.encode(head, order="sorted"))
+
+
+def advance_head(journal: Path, journal_id: str, event: Event) -> str | None:
+    """Have the witness name this event as the last of its stream; the other streams keep theirs.
+
+    Blocks until it is on disk. Returns why the witness that was there could not be read, None if it could: then, and
+    if it was another journal's, it is begun anew. Needs a lock that keeps other writers of it out.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    problem: str | None = None
+
+    def change(content: bytes) -> bytes:
+        nonlocal problem
+        known: Head | None = None
+        try:
+            known = _decoder.decode(content) if content else None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problem = str(error)
+        streams = {} if known is None or known.journal_id != journal_id else known.streams
+        head = Head(journal_id=journal_id, position=event.position, streams={**streams, event.stream: head_of(event)})
+        return msgspec.json.encode(head, order="sorted")
+
+    change_slot(head_path(journal), change)
+    return problem
 
 
 def contradictions(head: Head, *, journal_id: str, hash_at: Callable[[str, int], bytes | None]) -> tuple[str, ...]:

@@ -95,8 +95,7 @@ def needed(view: StreamView, *, num_recent: int) -> frozenset[str]:
     for digest in (*recent, *others[-FINGERPRINTS_KEPT:]):
         found |= groups[digest].needed()
     found.update(epoch.epoch for epoch in view.epochs if epoch.clearings)
-    closed = [epoch.epoch for epoch in view.epochs if epoch.ended]
-    return frozenset({*found, *closed[-1:]})
+    return frozenset(found)
 
 
 @dataclass(slots=True)
@@ -151,7 +150,10 @@ class _Group:
 
 
 def _last_in_a_row(view: StreamView) -> Iterable[str]:
-    """Yield the epochs at the end that died early while serving, and the one before them that did not."""
+    """Yield the epochs at the end that died early while serving, and the one before them that did not.
+
+    That is at least the last one that is over, whose fingerprint the next start compares with its own.
+    """
     for epoch in reversed(view.epochs):
         if not epoch.ended:
             continue

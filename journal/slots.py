@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # What a disk writes as one, so that a power loss in the middle of one slot cannot reach the other.
@@ -43,12 +44,21 @@ def read_slots(content: bytes) -> tuple[Slot | None, int]:
 def write_slot(path: Path, content: bytes) -> None:
     """Have a file hold this JSON text. Blocks until it is on disk; after a crash it holds the old or the new one.
 
-    In place and without a change of the file's size, which takes a disk a fraction of what a new file does.
-
     Raises:
         OSError: the disk is full, or the file or its folder cannot be written.
     """
-    known, size = 0, 0
+    change_slot(path, lambda _: content)
+
+
+def change_slot(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Have a file hold what becomes of its content, as `write_slot` does.
+
+    change: gets the newest content that is whole, or all that there is if nothing is; empty without a file.
+    In place and without a change of the file's size, which takes a disk a fraction of what a new file does.
+
+    Raises:
+        OSError: as `write_slot`.
+    """
     # Whatever somebody put there, a named pipe even, must not make a worker wait.
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
@@ -56,23 +66,24 @@ def write_slot(path: Path, content: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
             raise
-        _make(path, _text(1, content))
+        _make(path, _text(1, change(b"")))
         return
     try:
         found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode):
-            there = os.pread(descriptor, found.st_size, 0)
-            size, newest = len(there) // 2, read_slots(there)[0]
-            known = 0 if newest is None else newest.number
-            text = _text(known + 1, content)
-            if newest is not None and len(text) < size and size % _SLOT_BYTES_MIN == 0 and len(there) == 2 * size:
-                is_first = _slot(there[:size]) == newest
-                os.pwrite(descriptor, text.ljust(size - 1) + b"\n", size if is_first else 0)
-                os.fdatasync(descriptor)
-                return
+        there = os.pread(descriptor, found.st_size, 0) if stat.S_ISREG(found.st_mode) else b""
+        size = len(there) // 2
+        slots = _slot(there[:size]), _slot(there[size:])
+        whole = [slot for slot in slots if isinstance(slot, Slot)]
+        newest = max(whole, key=lambda slot: slot.number, default=None)
+        known = 0 if newest is None else newest.number
+        text = _text(known + 1, change(there if newest is None else bytes(newest.content)))
+        if newest is not None and len(text) < size and size % _SLOT_BYTES_MIN == 0 and len(there) == 2 * size:
+            os.pwrite(descriptor, text.ljust(size - 1) + b"\n", size if slots[0] is newest else 0)
+            os.fdatasync(descriptor)
+            return
     finally:
         os.close(descriptor)
-    _make(path, _text(known + 1, content))
+    _make(path, text)
 
 
 def _slot(line: bytes) -> Slot | bool:

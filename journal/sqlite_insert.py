@@ -11,7 +11,8 @@ from residency.journal.schema import EVENT_COLUMNS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
+    from sqlalchemy.engine.interfaces import DBAPICursor
+    from sqlalchemy.pool import PoolProxiedConnection
 
     from residency.journal.events import Event
     from residency.journal.insert import Prepared
@@ -29,7 +30,7 @@ FROM (SELECT 1) LEFT JOIN (
 
 
 def append_events(
-    connection: DBAPIConnection,
+    connection: PoolProxiedConnection,
     prepared: Sequence[Prepared],
     *,
     stream: str,

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from residency.journal.files import set_head_aside
-from residency.journal.head import Head, HeadUnreadable, StreamHead, contradictions, read_head, write_head
+from residency.journal.head import HeadUnreadable, advance_head, contradictions, read_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,15 +45,10 @@ def write_witness(path: Path, journal_id: str, last: Event) -> None:
 
     A witness that cannot be written is a warning: the events are durable, only the proof that they were is missing.
     """
-    streams: dict[str, StreamHead] = {}
     try:
-        known = read_head(path)
-        if known is not None and known.journal_id == journal_id:
-            streams = dict(known.streams)
-    except HeadUnreadable as error:
-        log.warning("journal %s: the head witness cannot be read and is written anew: %s", path, error)
-    streams[last.stream] = StreamHead(position=last.position, stream_version=last.stream_version, hash=last.hash.hex())
-    try:
-        write_head(path, Head(journal_id=journal_id, position=last.position, streams=streams))
+        problem = advance_head(path, journal_id, last)
     except OSError as error:
         log.warning("journal %s: the head witness cannot be written: %s", path, error)
+        return
+    if problem is not None:
+        log.warning("journal %s: the head witness could not be read and was written anew: %s", path, problem)

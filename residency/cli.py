@@ -40,6 +40,7 @@ VERBS = {
     "show": "residency.cli_rounds",
     "placement": "residency.cli_placement",
     "explain": "residency.cli_explain",
+    "plan": "residency.cli_plan",
     "diff": "residency.cli_diff",
     "stats": "residency.cli_stats",
     "quarantine": "residency.cli_quarantine",

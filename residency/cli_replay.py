@@ -26,11 +26,14 @@ from residency.moments import rfc3339
 from residency.rehearsal import rehearse
 from residency.rendering import paint, round_object, short, table
 from residency.settings import journal_location, kill_switch, sentinel_path
+from residency.statemachine.replanning import Sameness, check_plan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import tzinfo
 
     from residency.journal.findings import Finding
+    from residency.journal.reader import JournalReader
     from residency.journal.views import EpochView
 
 
@@ -122,23 +125,49 @@ def _recovery_lines(recovery: dict[str, Any]) -> list[str]:
 
 
 @click.command(epilog=exit_codes({1: "something is wrong with the journal, and is listed"}))
+@click.option("--plans", is_flag=True, help="Also make every journaled plan again: up to seconds each.")
 @reading_options
-def verify(*, journal: str | None, stream: str | None, as_json: bool) -> int:
+def verify(*, plans: bool, journal: str | None, stream: str | None, as_json: bool) -> int:
     """Check that a journal is whole and untouched.
 
-    Hash chains, versions, positions, triggers, SQLite's own integrity, blobs, and the head witnessed outside it.
+    Hash chains, versions, positions, triggers, SQLite's own integrity, blobs, and the head witnessed outside it; with
+    --plans also that each plan follows from its measurements, where this version of the planner made it.
     """
     with open_reader(journal) as reader:
         chosen = choose_stream(reader, stream) if stream is not None else None
         findings = [one for one in find_all(reader) if chosen is None or one.stream in (None, chosen)]
-    serious = [one for one in findings if not one.is_note]
+        serious = [one for one in findings if not one.is_note]
+        # What a damaged journal says of its plans proves nothing.
+        checks = list(_plan_checks(reader, stream)) if plans and not serious else []
+    others = [one for one in checks if one["plan"] == Sameness.DIFFERENT.value]
     if as_json:
-        show_json(findings)
-    elif findings:
-        rows = ((one.kind.value, str(one.position or "-"), one.stream or "-", _finding_text(one)) for one in findings)
+        show_json([*findings, *checks])
+    elif findings or checks:
+        rows = [(one.kind.value, str(one.position or "-"), one.stream or "-", _finding_text(one)) for one in findings]
+        rows += [("plan", str(one["position"]), one["stream"], _plan_text(one)) for one in checks]
         show_lines(table(("KIND", "POSITION", "STREAM", "WHAT"), rows))
-    say(f"findings: {len(serious)}" if serious else paint("ok"))
-    return FINDING if serious else 0
+    num_serious = len(serious) + len(others)
+    say(f"findings: {num_serious}" if num_serious else paint("ok"))
+    return FINDING if num_serious else 0
+
+
+def _plan_checks(reader: JournalReader, stream: str | None) -> Iterator[dict[str, Any]]:
+    """Yield, for every round that was planned, whether its inputs still give its plan."""
+    for name in each_stream(reader, stream):
+        for one in fold_stream(reader.events(name), name).rounds:
+            if one.plan is not None:
+                sameness, why = check_plan(one.plan)
+                yield {
+                    "stream": name,
+                    "round": one.number,
+                    "position": one.first_position,
+                    "plan": sameness.value,
+                    "why": why,
+                }
+
+
+def _plan_text(one: dict[str, Any]) -> str:
+    return f"round {one['round']}: {one['plan']}" + (f": {one['why']}" if one["why"] else "")
 
 
 def _finding_text(one: Finding) -> str:

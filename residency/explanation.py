@@ -79,14 +79,20 @@ def plan_lines(plan: Plain) -> list[str]:
         lines.append(f"next cheapest change: {next_text(following)}")
     if plan.get("relaxed"):
         lines.append("nothing fits by the estimate: the choice only avoids growing")
+    if binding := plan.get("binding"):
+        lines.append("little is left of: " + ", ".join(_binding_text(one) for one in binding))
     if plan.get("exact") is False:
-        lines.append("the search ran out of nodes: a better placement may exist")
+        gap_ns = plan.get("gap_ns")
+        by = f", faster by at most {duration(gap_ns)}" if gap_ns else ""
+        lines.append(f"the search ended before it had seen all: a better placement may exist{by}")
     if counts := plan.get("num_candidates"):
         lines.append("candidates weighed: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
     alternatives: Sequence[Plain] = plan.get("alternatives") or ()
     if alternatives:
         headings = ("ALTERNATIVE", "PLACEMENT", "REQUEST TIME", "HELD ON DEVICE", "PINNED", "FITS")
         lines += ["", *table(headings, (_alternative_row(one) for one in alternatives)), ""]
+    if prices := plan.get("prices"):
+        lines += ["", *table(("COMPONENT", "A GiB LESS", "A GiB MORE"), (_price_row(one) for one in prices)), ""]
     return lines
 
 
@@ -109,6 +115,9 @@ def _prediction_lines(prediction: Plain, steps: object) -> list[str]:
     held = f"{size(prediction['device_bytes'])} held on the device, {size(prediction['pinned_bytes'])} pinned"
     basis = "" if prediction.get("measured", True) else ", extrapolated from a smaller shape"
     lines = [f"predicted: {timed if prediction.get('timed', True) else 'no time, nothing ran'}; {held}{basis}"]
+    if times := prediction.get("time_phases"):
+        headings = ("TIME PHASE", "PASSES", "COMPUTE", "WAITS FOR WEIGHTS")
+        lines += ["", *table(headings, (_time_row(one) for one in times))]
     phases: Sequence[Plain] = prediction.get("phases") or ()
     rows = (
         (one["key"], size(one["peak_bytes"]), size(one["reserve_bytes"]), size(one["limit_bytes"]))
@@ -131,6 +140,20 @@ def _alternative_row(one: Plain) -> tuple[str, ...]:
     fits = "yes" if one["feasible"] else "no"
     figures = duration(one["duration_ns"]), size(one["device_bytes"]), size(one["pinned_bytes"])
     return one["name"], short(one["digest"]), *figures, fits
+
+
+def _time_row(one: Plain) -> tuple[str, ...]:
+    return one["name"], str(one["passes"]), duration(one["compute_ns"]), duration(one["exposed_ns"])
+
+
+def _binding_text(one: Plain) -> str:
+    what = {"device": f"the cap in phase {one['name']}", "pinned": "what may be pinned"}.get(one["kind"], "host memory")
+    return f"{what} ({size(one['slack_bytes'])})"
+
+
+def _price_row(one: Plain) -> tuple[str, ...]:
+    loss_ns, gain_ns = one["loss_ns_per_gib"], one["gain_ns_per_gib"]
+    return one["component"], f"+{duration(loss_ns)}" if loss_ns else "-", f"-{duration(gain_ns)}" if gain_ns else "-"
 
 
 def _is_size(value: object, name: str) -> TypeGuard[int]:

@@ -42,7 +42,7 @@ def best_placement(
     copies together; None: no limit. Among equal bounds the one that is simulated fastest, then the one with the least
     device memory. Raises PlacementInfeasible if nothing fits.
     """
-    room, options, families = _weighed(model, fixed or {}, pin_budget_bytes)
+    room, options, families = _weighed(model, fixed or {}, pin_budget_bytes, has_slack=False)
     search = Search(
         room,
         families,
@@ -74,7 +74,7 @@ def fastest_placement(
     pin_budget_bytes: int | None = None,
 ) -> tuple[Placement, Timeline]:
     """Return the placement that is simulated fastest, and how it goes. Otherwise as `best_placement`."""
-    room, options, families = _weighed(model, fixed or {}, pin_budget_bytes)
+    room, options, families = _weighed(model, fixed or {}, pin_budget_bytes, has_slack=True)
     policy = Policy()
     rules = Rules(
         tolerance=lambda _: 0,
@@ -110,7 +110,11 @@ def _improved(search: Search, room: Room, options: Options, parts: Parts) -> Par
 
 
 def _weighed(
-    model: RequestModel, fixed: Mapping[str, ComponentPlacement], pin_budget_bytes: int | None
+    model: RequestModel,
+    fixed: Mapping[str, ComponentPlacement],
+    pin_budget_bytes: int | None,
+    *,
+    has_slack: bool,
 ) -> tuple[Room, Options, list[list[Family]]]:
     scarce = pin_budget_bytes is not None and pin_budget_bytes < _unlimited(model)
     tiers = (HostTier.PINNED, HostTier.PAGEABLE) if scarce else (HostTier.PINNED,)
@@ -118,7 +122,7 @@ def _weighed(
     families = [
         [options.fixed(spec, fixed[spec.name])] if spec.name in fixed else options.of(spec) for spec in model.specs
     ]
-    return Room(model), options, families
+    return Room(model, has_slack=has_slack), options, families
 
 
 def _unlimited(model: RequestModel) -> int:

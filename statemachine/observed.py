@@ -9,10 +9,10 @@ from residency.gpu.placement import Mode
 from residency.statemachine.holdings import weight_bytes
 from residency.statemachine.slack import slack_bytes
 from residency.statemachine.time_phase import ComponentUse, LayerUse, TimePhase
-from residency.statemachine.timing import exposed_transfer_ns, timing_record, usage
+from residency.statemachine.timing import timing_record, transfer_ns, waits_known
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from residency.gpu.placement import Placement
     from residency.gpu.records import LinkReading, RequestRecord
@@ -51,7 +51,12 @@ def time_phases(
     record = timed or max(records, key=lambda one: sum(num for _, num in one.uses), default=None)
     if record is None:
         return tuple(_unseen_phase(spec, workload, 0) for spec in specs if spec.total_bytes)
-    found = loops(record.uses, steps=record.workload.steps, target_steps=workload.steps)
+    found = loops(
+        record.uses,
+        steps=record.workload.steps,
+        target_steps=workload.steps,
+        by_shape=_by_shape(records),
+    )
     beside = _beside(specs, records, workload, placements)
     entry_ns = dict.fromkeys((name for name, _ in record.uses), 0)
     if timed is not None:
@@ -84,10 +89,13 @@ def time_phases(
     return (*phases, *unseen)
 
 
-def loops(uses: Sequence[tuple[str, int]], *, steps: int, target_steps: int) -> tuple[Loop, ...]:
+def loops(
+    uses: Sequence[tuple[str, int]], *, steps: int, target_steps: int, by_shape: Collection[str] = ()
+) -> tuple[Loop, ...]:
     """Return what repeats in the order of component entries: one component, or several that take turns.
 
-    uses: as in a record of `steps` steps. What repeats about once or several times a step does so at the target, too.
+    uses: as in a record of `steps` steps. What repeats about once or several times a step does so at the target, too;
+    but not the components `by_shape`, which run as often as the shape wants.
     """
     found: list[tuple[tuple[tuple[str, int], ...], int]] = []
     index = 0
@@ -113,10 +121,25 @@ def loops(uses: Sequence[tuple[str, int]], *, steps: int, target_steps: int) -> 
         Loop(
             pattern=pattern,
             passes=passes,
-            target_passes=-(-passes * target_steps // steps) if is_shared else _scaled(passes, steps, target_steps),
+            target_passes=passes
+            if by_shape and {name for name, _ in pattern} <= set(by_shape)
+            else -(-passes * target_steps // steps)
+            if is_shared
+            else _scaled(passes, steps, target_steps),
         )
         for (pattern, passes), is_shared in zip(found, shared, strict=True)
     )
+
+
+def _by_shape(records: Sequence[RequestRecord]) -> set[str]:
+    """Return the components that ran more often for another shape with as many steps: a decoder, tile by tile."""
+    seen: dict[tuple[int, str], dict[int, int]] = {}
+    for record in records:
+        if record.succeeded:
+            for name in {name for name, _ in record.uses}:
+                entries = sum(num for other, num in record.uses if other == name)
+                seen.setdefault((record.workload.steps, name), {})[record.workload.units] = entries
+    return {name for (_, name), counts in seen.items() if len(set(counts.values())) > 1}
 
 
 def _scaled(passes: int, steps: int, target_steps: int) -> int:
@@ -187,18 +210,11 @@ def _entry_ns(
     if first is not None:
         total[first] += untracked
     if not waits_known(record):
-        # Older records do not tell waiting from computing; nothing overlapped then.
         for spec in specs:
             if spec.name in total:
-                use = usage(spec, record, record.workload)
-                total[spec.name] -= exposed_transfer_ns(spec, placement.components[spec.name], use, link)
+                total[spec.name] -= transfer_ns(spec, placement.components[spec.name], record, link)
     ratio = max(1.0, workload.units / record.workload.units)
     return {name: round(max(0, total[name]) / num * ratio) for name, num in entries.items() if num}
-
-
-def waits_known(record: RequestRecord) -> bool:
-    """Say whether a record tells waiting from computing; older ones do not."""
-    return bool(record.layer_ns) or any(phase.wait_ns for phase in record.phases)
 
 
 def _component_use(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from residency.gpu.placement import ComponentPlacement, Placement
+from residency.gpu.placement import ComponentPlacement, Mode, Placement
 from residency.gpu.records import HostReading, LinkReading, RequestRecord
 from residency.gpu.specs import ComponentSpec
 from residency.gpu.workload import Workload
@@ -21,8 +21,9 @@ class PlanInputs:
     configured: component -> why it is never touched. current: the placement in force. records: what was measured,
     under `current`, `initial` or one of `placements`. noise_ns: durations closer than that count as equal, within the
     policy's bound. excluded: digests never to choose, except of the current and the initial placement.
-    reserve_factor: multiplies every reserve. host.pin_budget_bytes is what all pinned host copies together may take,
-    present ones included. Raises ValueError if a name or digest leads nowhere.
+    reserve_factor: multiplies every reserve. modes: component -> the only mode of it that is weighed, if somebody asks
+    what that would give. host.pin_budget_bytes is what all pinned host copies together may take, present ones included.
+    Raises ValueError if a name or digest leads nowhere.
     """
 
     specs: tuple[ComponentSpec, ...]
@@ -39,6 +40,7 @@ class PlanInputs:
     excluded: tuple[str, ...] = ()
     reserve_factor: float = 1.0
     placements: tuple[Placement, ...] = ()
+    modes: Mapping[str, Mode] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = {spec.name for spec in self.specs}

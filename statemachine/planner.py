@@ -41,11 +41,13 @@ __all__ = [
     "Plan",
     "PlanInputs",
     "bounded_workload",
+    "can_fit",
     "configured_placements",
     "fit_probe",
     "initial_placement",
     "make_plan",
     "predict",
+    "shortfall",
 ]
 
 
@@ -73,6 +75,17 @@ def predict(inputs: PlanInputs, placement: Placement) -> Prediction:
     return planner.prediction(weighed, planner.limits, chooser.model.phases)
 
 
+def can_fit(inputs: PlanInputs) -> bool:
+    """Say whether any placement fits, without looking for a good one. Raises MeasurementRefused."""
+    planner = _Planner(inputs)
+    return planner.chooser(planner.limits).fits_at_all()
+
+
+def shortfall(inputs: PlanInputs) -> PlacementInfeasible:
+    """Return what is short if nothing fits: the phase, or the least cap that would do. Raises MeasurementRefused."""
+    return _Planner(inputs).infeasible()
+
+
 class _Planner:
     """The request, the options and the limits of one plan."""
 
@@ -87,14 +100,20 @@ class _Planner:
     def plan(self) -> Plan:
         limits, is_relaxed = self.limits, False
         chooser = self.chooser(limits)
-        found = chooser.choose((self.inputs.current, self.inputs.initial))
-        if found is None and self.inputs.current.digest not in self.forbidden:
+        modes, inputs = self.inputs.modes, self.inputs
+        known = [
+            one
+            for one in (inputs.current, inputs.initial)
+            if all(one.components[name].mode is mode for name, mode in modes.items())
+        ]
+        found = chooser.choose(known)
+        if found is None and known and self.inputs.current.digest not in self.forbidden:
             # An estimate is no proof: a placement that was not seen failing may stay, and nothing may grow.
             limits, is_relaxed = relaxed(self.limits, self.inputs), True
             chooser = self.chooser(limits)
-            found = chooser.choose((self.inputs.current, self.inputs.initial))
+            found = chooser.choose(known)
         if found is None:
-            raise self._infeasible()
+            raise self.infeasible()
         before = chooser.weigh(self.inputs.current)
         next_change, bound_by = what_binds(self.inputs, chooser, found, limits, timed=self.timed)
         return Plan(
@@ -152,7 +171,7 @@ class _Planner:
         return Prediction(
             duration_ns=weighed.timeline.request_ns,
             compute_ns=weighed.timeline.compute_ns,
-            transfer_ns=weighed.timeline.exposed_ns,
+            transfer_ns=weighed.timeline.request_ns - weighed.timeline.compute_ns,
             device_bytes=weighed.device_bytes,
             pinned_bytes=weighed.pinned_bytes,
             phases=tuple(
@@ -181,7 +200,11 @@ class _Planner:
         return [
             [options.fixed(spec, inputs.current.components[spec.name])]
             if spec.name in inputs.configured or spec.fixed_reason is not None
-            else options.of(spec, known=(inputs.current.components[spec.name], inputs.initial.components[spec.name]))
+            else options.of(
+                spec,
+                known=(inputs.current.components[spec.name], inputs.initial.components[spec.name]),
+                mode=inputs.modes.get(spec.name),
+            )
             for spec in inputs.specs
         ]
 
@@ -225,7 +248,7 @@ class _Planner:
             )
         return tuple(listed)
 
-    def _infeasible(self) -> PlacementInfeasible:
+    def infeasible(self) -> PlacementInfeasible:
         """Say what is short: the phase that no placement satisfies, or the least cap that would do for all."""
         cap = self.inputs.cap_bytes
         choices = self.chooser(self.limits).choices

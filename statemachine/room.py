@@ -18,13 +18,14 @@ _GIVEN_PART = 8  # so much more is given back: without it an allocator had to ti
 
 
 class Room:
-    """The memory limits of a request. unyielding: components whose placement may not change at all.
+    """The memory limits of a request. unyielding: components whose placement may not change at all. has_slack: a
+    little more than what must be is given back.
 
     What runs in a loop yields nothing: it would be given back and taken again at every pass.
     """
 
-    def __init__(self, model: RequestModel, *, unyielding: Collection[str] = ()) -> None:
-        self.model = model
+    def __init__(self, model: RequestModel, *, unyielding: Collection[str] = (), has_slack: bool = True) -> None:
+        self.model, self._has_slack = model, has_slack
         # Limits with the same users differ in nothing but their size: the least one implies the others.
         least: dict[tuple[frozenset[str], str | None, frozenset[str]], MemoryLimit] = {}
         for limit in model.memory_limits:
@@ -75,7 +76,7 @@ class Room:
 
     def windows(self, window: int, caps: dict[str, int], *, at_most: bool) -> list[int]:
         """Return how much of a window is there in each time phase; `at_most`: as a bound for all smaller ones, too."""
-        kept = caps if at_most else {name: _kept(window, room) for name, room in caps.items()}
+        kept = caps if at_most else {name: self._kept(window, room) for name, room in caps.items()}
         return [min([window, *(kept[name] for name in names if name in kept)]) for names in self._phases]
 
     def fits(self, parts: Sequence[Option], windows: Sequence[int]) -> bool:
@@ -116,15 +117,14 @@ class Room:
             where, name = part.placement, part.spec.name
             if where.mode is Mode.LAYERWISE_OFFLOAD and not part.is_fixed:
                 where = replace(where, window_bytes=window)
-            given = max(where.yield_bytes, window - _kept(window, caps.get(name, window)))
+            given = max(where.yield_bytes, window - self._kept(window, caps.get(name, window)))
             if given != where.yield_bytes:
                 where = replace(where, yield_bytes=given)
             components[name] = where
         return Placement(components={spec.name: components[spec.name] for spec in self.model.specs})
 
-
-def _kept(window: int, room: int) -> int:
-    """Return what is kept of a window while so much of it may be there."""
-    given = max(0, window - room)
-    # What is given back lies in one piece, and what is allocated in it does not fit it exactly.
-    return max(0, window - given - given // _GIVEN_PART)
+    def _kept(self, window: int, room: int) -> int:
+        """Return what is kept of a window while so much of it may be there."""
+        given = max(0, window - room)
+        # What is given back lies in one piece, and what is allocated in it does not fit it exactly.
+        return max(0, window - given - (given // _GIVEN_PART if self._has_slack else 0))

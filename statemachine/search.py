@@ -120,7 +120,7 @@ class Search:
 
     def bound_ns(self, parts: Parts) -> int | None:
         """Return a bound on the time of a choice, complete or not, in ns; None if it does not fit."""
-        found = self._bounded(parts, self._moved(parts[:-1]), is_open=False)
+        found = self._bounded(parts, self._moved(parts[:-1]), is_open=False) if self._has_host_memory(parts) else None
         return None if found is None else found[0]
 
     def _expand(self, node: _Node) -> None:

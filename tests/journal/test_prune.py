@@ -59,14 +59,20 @@ class Past:
     now_ns: int = 1_700_000_000 * 10**9
     stream: str = STREAM
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    # The last round of all, and of the life that is written.
+    last_round: int = 0
     round: int = 0
 
     def live(self, *steps: str, fingerprint: str = "f", days: float = 1) -> str:
-        """Live one life, then let days pass. steps: 'commit p', 'restore p', 'fail p', 'die p', 'serve p', 'stop'."""
+        """Live one life, then let days pass.
+
+        steps: 'commit p', 'restore p', 'fail p', 'refuse p', 'move p', 'die p', 'serve p', 'clear f', 'stop'.
+        """
         epoch = f"{self.stream}-{next(self.numbers)}"
         with Journal.open(self.path, clock_ns=lambda: self.now_ns) as journal:
             self.close(journal, by_epoch=epoch)
             started = {"fingerprint": {"part": fingerprint}, "fingerprint_digest": fingerprint}
+            self.round = 0
             self._write(journal, epoch, EventType.EPOCH_STARTED, started | {"initial_placement": digest("initial")})
             for step in steps:
                 self._take(journal, epoch, *step.split())
@@ -90,7 +96,7 @@ class Past:
             self._round(journal, epoch, what, name)
 
     def _round(self, journal: Journal, epoch: str, what: str, name: str) -> None:
-        self.round += 1
+        self.round = self.last_round = self.last_round + 1
         source = "journal" if what == "restore" else "calibration"
         inputs = {"records": [name]} if source == "calibration" else None
         plan = {"placement": digest(name), "previous": digest("initial"), "source": source, "inputs": inputs}
@@ -99,13 +105,19 @@ class Past:
             "commit": ("commit", "committed", {"placement": digest(name), "output_digest": name}),
             "restore": ("commit", "committed", {"placement": digest(name), "output_digest": name}),
             "fail": ("roll_back", "rolled-back", {"placement": digest("initial"), "verdict": verdict}),
+            "refuse": (
+                "roll_back",
+                "rolled-back",
+                {"placement": digest("initial"), "verdict": verdict | {"blames": "request"}},
+            ),
         }
         self._transition(journal, epoch, "plan", "planned", plan, name)
         self._write(journal, epoch, EventType.EFFECT_INTENT, {"index": 0, "component": "vae"}, witness=True)
-        if what in steps:
+        if what in steps or what == "move":
             intent = list(journal.events(stream=self.stream))[-1].event_id
             outcome = {"index": 0, "component": "vae", "result": "applied"}
             self._write(journal, epoch, EventType.EFFECT_OUTCOME, outcome, causation=intent)
+        if what in steps:
             self._transition(journal, epoch, *steps[what])
 
     def _transition(
@@ -129,8 +141,7 @@ class Past:
     ) -> None:
         self.now_ns += 10**9
         blobs = more.pop("blobs", (b"initial",) if kind is EventType.EPOCH_STARTED else ())
-        number = 0 if kind is EventType.EPOCH_STARTED else self.round
-        draft = Draft(type=kind, round=number, payload=payload, blobs=blobs, **more)
+        draft = Draft(type=kind, round=self.round, payload=payload, blobs=blobs, **more)
         journal.append([draft], stream=self.stream, epoch=epoch, witness=witness)
 
     def view(self) -> StreamView:
@@ -246,12 +257,13 @@ def test_a_live_epoch_and_one_that_nobody_has_closed_yet_stay(past: Past) -> Non
 
 def test_round_numbers_are_never_given_twice(past: Past) -> None:
     past.live("fail a", "fail b", "stop", fingerprint="old")
-    for number in range(FINGERPRINTS_KEPT + 3):
-        past.live("stop", fingerprint=f"{number}")
-    assert past.view().highest_round == 2
-    past.prune(keep_epochs=1)
-    assert "worker-1" not in epochs(past)
-    assert past.view().highest_round == 2
+    for _ in range(2):
+        for number in range(FINGERPRINTS_KEPT + 3):
+            past.live("stop", fingerprint=f"{number}")
+        assert past.view().highest_round == 2
+        past.prune(keep_epochs=1)
+        assert len(epochs(past)) == 1
+        assert past.view().highest_round == 2
 
 
 def test_blobs_that_nothing_names_any_more_go_and_all_others_stay(past: Past) -> None:
@@ -442,12 +454,80 @@ def test_an_export_during_which_the_journal_is_pruned_says_so(past: Past) -> Non
             export(reader, io.BytesIO())
 
 
+def test_a_stream_that_is_gone_among_what_was_pruned_is_found(past: Past, tamper: Callable[..., None]) -> None:
+    past.live("stop")
+    with Journal.open(past.path) as journal:
+        journal.append([Draft(type=EventType.GATED, round=0)], stream="other", epoch="e")
+    for _ in range(3):
+        past.live("stop")
+    past.prune(stream=STREAM, keep_epochs=1)
+    assert serious(past.path) == ()
+    tamper("DELETE FROM events WHERE stream = 'other'")
+    (finding,) = serious(past.path)
+    assert finding.kind is FindingKind.GAP and "7 positions are missing, and 6 were pruned" in finding.text
+
+
 # What a start decides.
+
+# Histories whose last decision hangs on one old epoch.
+NEEDED: dict[str, list[tuple[str, ...]]] = {
+    "the last commit": [("commit p", "stop"), ("stop",)],
+    "the last commit of another placement": [("commit p", "stop"), ("commit q", "stop"), ("stop",)],
+    "a rollback that blames the plan": [("fail p", "stop"), ("commit q", "stop"), ("stop",)],
+    "a death in a round": [("die p",), ("commit q", "stop"), ("stop",)],
+    "the second death of a plan that was never committed": [("die p",), ("die p",), ("stop",)],
+    "the last plan, which nobody blames": [("refuse p", "stop"), ("stop",), ("stop",), ("stop",)],
+    "a restore that was committed": [("restore p", "stop"), ("stop",)],
+    "what an operator cleared": [("die p",), ("die p",), ("clear f", "stop"), ("stop",)],
+    "a life that forgives early deaths": [
+        *[("restore p", "serve p")] * 3,
+        ("serve p", "stop"),
+        ("stop",),
+    ],
+    "early deaths in a row": [("commit p", "serve p"), ("serve p",), ("serve p",)],
+}
+
+
+@pytest.mark.parametrize("what", NEEDED)
+def test_a_start_still_finds(what: str, past: Past) -> None:
+    for steps in NEEDED[what]:
+        past.live(*steps, days=0.001 if steps[-1].startswith("serve") else 1)
+    if "row" not in what and "last plan" not in what:
+        for _ in range(4):
+            past.live("stop", fingerprint="g")
+    before = _decided(past)
+    past.prune(keep_epochs=1)
+    assert _decided(past) == before
+    assert serious(past.path) == ()
+
+
+@pytest.mark.parametrize("step", ["die p", "move p"])
+def test_an_orderly_end_in_mid_move_stays_until_a_start_has_blamed_it(step: str, past: Past) -> None:
+    past.live(step, "stop")
+    with Journal.open(past.path) as journal:
+        for number in range(4):
+            drafts = [Draft(type=kind, round=0) for kind in (EventType.EPOCH_STARTED, EventType.STOPPED)]
+            journal.append(drafts, stream=STREAM, epoch=f"later-{number}")
+    past.prune(keep_epochs=1)
+    assert "worker-1" in epochs(past)
+
+
+def test_the_last_life_that_is_over_stays_for_its_fingerprint(past: Past) -> None:
+    past.live("stop", fingerprint="g")
+    past.live("stop", fingerprint="h")
+    with Journal.open(past.path) as journal:
+        draft = Draft(type=EventType.EPOCH_STARTED, round=0, payload={"initial_placement": digest("initial")})
+        journal.append([draft], stream=STREAM, epoch="living")
+    before = _decided(past)
+    past.prune(keep_epochs=1)
+    assert epochs(past) == ["worker-2", "living"]
+    assert _decided(past) == before
+
 
 STEPS = st.lists(
     st.builds(
         lambda what, name: f"{what} {name}",
-        st.sampled_from(["commit", "restore", "fail", "die"]),
+        st.sampled_from(["commit", "restore", "fail", "refuse", "die"]),
         st.sampled_from("pq"),
     )
     | st.sampled_from(["serve p", "serve q", "serve initial", "stop", "clear f"]),
@@ -574,7 +654,7 @@ for name in ("newest", "events", "delete_events", "delete_blobs", "append", "_ch
     setattr(Rewrite, name, dying(getattr(Rewrite, name)))
 module.write_head = dying(module.write_head)
 import residency.journal.witness as witness
-witness.write_head = dying(witness.write_head)
+witness.advance_head = dying(witness.advance_head)
 with Journal.open(sys.argv[1]) as journal:
     prune(journal, keep_epochs=1, now_ns=4 * 10**18)
 print("done", left)

@@ -220,6 +220,7 @@ def small_inputs(draw: st.DrawFn, build: Build) -> PlanInputs:
     )
 
 
+@pytest.mark.timeout(3600)  # in its long form
 @given(data=st.data())
 @settings(max_examples=10_000 if settings.get_current_profile_name() == "long" else 20)
 def test_the_plan_is_the_one_that_trying_everything_finds(build: Build, data: st.DataObject) -> None:
