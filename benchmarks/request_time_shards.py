@@ -164,7 +164,7 @@ SHARDS = {
             caps=_gib(24, 12),
             peers=_peers(_gib(24), (GROUP_LEAF,)),
         ),
-        Shard(name="wan", settings=_WAN, caps=_gib(24, 16, 12)),
+        Shard(name="wan", settings=_WAN, caps=_gib(48, 32, 24, 16)),
         Shard(name="wan-peers-24", settings=_WAN, caps=_gib(24), peers=_peers(_gib(24), (GROUP_LEAF, GROUP_BLOCK))),
         Shard(name="small", settings=Settings(pipeline="small"), caps=_mib(96, 48, 32)),
         Shard(name="small-wan", settings=Settings(pipeline="small-wan"), caps=_mib(24, 16)),

@@ -178,9 +178,7 @@ class ManagedComponent:
         stores = self._stores() if whole else [one.store for one in self._layers() if one.is_stray]
         steps: list[Callable[[], None]] = [store.offload for store in stores if not store.is_idle]
         if steps and whole:
-            # What others allocate must not be cut out of these blocks: a piece that outlives the request would keep
-            # the next load from finding room under the cap.
-            steps.append(self._device.empty_cache)
+            steps.append(self._make_room)
         attempt_all(steps)
 
     def note_capture(self) -> None:
@@ -264,6 +262,15 @@ class ManagedComponent:
             for index, layer in enumerate(layers):
                 layer.is_streamed, layer.is_held = id(layer.store) in streamed, index in held
                 layer.sync_hook()
+
+    def _make_room(self) -> None:
+        """See to it that the next load finds room, whatever others have cut out of the blocks of this one by then.
+
+        A piece of them that outlives the request would keep the allocator from using the rest. Giving all of them
+        back waits for the device, so it is done only if there is not as much under the cap besides.
+        """
+        if self._device.unreserved_bytes() < sum(store.packed_bytes for store in self._stores()):
+            self._device.empty_cache()
 
     def _pin(self, stores: list[HostStore]) -> None:
         if sum(store.num_bytes for store in stores) < PARALLEL_BYTES_MIN:

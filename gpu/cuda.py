@@ -110,6 +110,10 @@ class CudaDevice:
             reserved_peak_bytes=torch.cuda.max_memory_reserved(self._device),
         )
 
+    def unreserved_bytes(self) -> int:
+        """Return what torch's allocator may still take under the cap; other processes may have taken it. Read-only."""
+        return max(0, self._cap_bytes - torch.cuda.memory_reserved(self._device))
+
     def reset_peaks(self) -> None:
         """Set both peaks to the current figures."""
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -140,19 +144,25 @@ class CudaDevice:
             self._to_device_bytes += nbytes
         return target.untyped_storage()
 
-    def upload_all(self, sources: Sequence[tuple[torch.UntypedStorage, bool]]) -> list[torch.UntypedStorage]:
+    def upload_all(
+        self, sources: Sequence[tuple[torch.UntypedStorage, bool]], *, whole: torch.Tensor | None = None
+    ) -> list[torch.UntypedStorage]:
         """Return device copies of several (host storage, is it pinned), all or none, in one block of the allocator.
 
         Storage by storage the allocator would round and split: 22 GiB of weights in 1,400 tensors reserved 24 GiB.
-        Ordering and lifetime of sources as in `upload`. Raises torch.OutOfMemoryError; nothing is kept then.
+        whole: host bytes in which the sources lie as in that block: one copy then. Ordering and lifetime of sources as
+        in `upload`. Raises torch.OutOfMemoryError; nothing is kept then.
         """
         sizes = [source.nbytes() for source, _ in sources]
         starts = [0, *accumulate(aligned(nbytes) for nbytes in sizes)]
         copies = []
         with self.moving(), torch.cuda.device(self._device):
             block = self.allocate(starts[-1])
+            if whole is not None:
+                self._copy_in(block, whole, pinned=all(pinned for _, pinned in sources))
             for (source, pinned), start, nbytes in zip(sources, starts, sizes, strict=False):
-                self._copy_in(block[start : start + nbytes], _as_bytes(source), pinned=pinned)
+                if whole is None:
+                    self._copy_in(block[start : start + nbytes], _as_bytes(source), pinned=pinned)
                 copies.append(self.part(block, start, nbytes))
         with self._lock:
             self._to_device_bytes += sum(sizes)

@@ -61,6 +61,10 @@ class Device(Protocol):
         """Return the allocator's figures without waiting for the device. Read-only."""
         ...
 
+    def unreserved_bytes(self) -> int:
+        """Return what the allocator may still take under the cap, beside what it has. Read-only."""
+        ...
+
     def reset_peaks(self) -> None:
         """Set both peaks to the current figures."""
 
@@ -78,10 +82,13 @@ class Device(Protocol):
         """Return a device copy of a host storage. Raises torch.OutOfMemoryError; nothing is kept then."""
         ...
 
-    def upload_all(self, sources: Sequence[tuple[torch.UntypedStorage, bool]]) -> list[torch.UntypedStorage]:
+    def upload_all(
+        self, sources: Sequence[tuple[torch.UntypedStorage, bool]], *, whole: torch.Tensor | None = None
+    ) -> list[torch.UntypedStorage]:
         """Return device copies of several (host storage, is it pinned), all or none, from as little memory as it takes.
 
         Allocators round every block up; where that costs, one block holds all copies and lives as long as any of them.
+        whole: host bytes in which the sources lie one after the other, each aligned; they may be copied as one.
         Raises torch.OutOfMemoryError; nothing is kept then.
         """
         ...

@@ -118,6 +118,10 @@ class EmulatedDevice:
             reserved_peak_bytes=peak_bytes,
         )
 
+    def unreserved_bytes(self) -> int:
+        """Return what is left under the cap. Read-only."""
+        return max(0, self._ledger.cap_bytes - self._ledger.figures()[0])
+
     def reset_peaks(self) -> None:
         """Set both peaks to the current figures."""
         self._ledger.reset_peak()
@@ -152,8 +156,13 @@ class EmulatedDevice:
             self._to_device_bytes += nbytes
         return target
 
-    def upload_all(self, sources: Sequence[tuple[torch.UntypedStorage, bool]]) -> list[torch.UntypedStorage]:
-        """Return device copies of several (host storage, is it pinned), all or none. Raises torch.OutOfMemoryError."""
+    def upload_all(
+        self, sources: Sequence[tuple[torch.UntypedStorage, bool]], *, whole: torch.Tensor | None = None
+    ) -> list[torch.UntypedStorage]:
+        """Return device copies of several (host storage, is it pinned), all or none. Raises torch.OutOfMemoryError.
+
+        whole: of no use here, nothing is rounded up.
+        """
         self._ledger.check_room(sum(source.nbytes() for source, _ in sources))
         return [self.upload(source, pinned=pinned) for source, pinned in sources]
 

@@ -94,8 +94,7 @@ class HostStore:
         self.is_idle = False
         with bookkeeping(self._device):
             try:
-                sources = [(cell.host, cell.pinned) for cell in missing if cell.host is not None]
-                for cell, copied in zip(missing, self._device.upload_all(sources), strict=True):
+                for cell, copied in zip(missing, self._upload(missing), strict=True):
                     cell.device = copied
                 for cell in missing:
                     assert cell.device is not None
@@ -241,6 +240,14 @@ class HostStore:
                 cell.set_host(None)
         if all(cell.host is None for cell in self._cells):
             self._packed = None
+
+    def _upload(self, cells: list[Cell]) -> list[torch.UntypedStorage]:
+        """Return device copies of some cells, which are on the host."""
+        packed = self._packed if len(cells) == len(self._cells) else None
+        return self._device.upload_all(
+            [(cell.host, cell.pinned) for cell in cells if cell.host is not None],
+            whole=packed.content if packed is not None and packed.holds_all(cells) else None,
+        )
 
     def _parts(self, block: torch.Tensor) -> list[tuple[torch.UntypedStorage, list[tuple[torch.Tensor, int]]]]:
         """Return (storage, views) of every cell over a block, from memory if it was bound there before."""

@@ -286,10 +286,16 @@ def test_release_host_keeps_only_what_the_placement_streams(toys: Any, device: E
 class Refusing(EmulatedDevice):
     """Raises at the first download, and counts how often its cache is emptied."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, *errors: BaseException) -> None:
         super().__init__(total_bytes=2**24)
-        self._errors = [error]
-        self.num_emptied = 0
+        self._errors = list(errors)
+        self.num_emptied = self._cached_bytes = 0
+
+    def reserve(self, nbytes: int) -> None:
+        self._cached_bytes = nbytes
+
+    def unreserved_bytes(self) -> int:
+        return super().unreserved_bytes() - self._cached_bytes
 
     def download(
         self, source: torch.UntypedStorage, *, into: torch.UntypedStorage | None = None
@@ -314,10 +320,25 @@ def test_a_part_that_cannot_leave_the_device_does_not_keep_the_others_there(toys
     with pytest.raises(MemoryError, match="no host memory"):
         component.evict()
     assert device.memory().allocated_bytes == component.spec.groups[0].layer_bytes[0]
-    assert device.num_emptied == 1
     component.evict()
     assert device.memory().allocated_bytes == 0
     assert all(torch.equal(weight, expected[name]) for name, weight in net.state_dict().items())
+
+
+@pytest.mark.parametrize(("room", "num_emptied"), [(1.9, 1), (9.0, 0)])
+def test_eviction_gives_memory_back_only_where_pieces_of_it_could_keep_the_next_load_out(
+    toys: Any, room: float, num_emptied: int
+) -> None:
+    device = Refusing()
+    component = ManagedComponent("net", toys.net(), device)
+    component.load()
+    allocated_bytes = device.memory().allocated_bytes
+    device.limit(round(allocated_bytes * room))
+    device.reserve(allocated_bytes)  # what an allocator keeps of the component once it has gone
+    component.evict()
+    assert device.num_emptied == num_emptied
+    component.evict()
+    assert device.num_emptied == num_emptied
 
 
 def test_an_interrupted_eviction_is_finished_before_the_interrupt_is_obeyed(toys: Any) -> None:
