@@ -54,6 +54,11 @@ def _machine(inputs: PlanInputs) -> Iterator[tuple[str, str]]:
         yield "the device", f"its cap is {inputs.cap_bytes!r} bytes"
     if not _is_size(host.available_bytes) or not _is_size(host.pin_budget_bytes):
         yield "the host", f"{host.available_bytes!r} bytes are available, {host.pin_budget_bytes!r} may be pinned"
+    share = inputs.host_share
+    if share is not None and not (_is_size(share.pinned_bytes) and _is_size(share.new_bytes)):
+        yield "the host", f"a rank's share is {share.pinned_bytes!r} bytes pinned and {share.new_bytes!r} bytes anew"
+    if not _is_time(inputs.enough_ns):
+        yield "the time", f"{inputs.enough_ns!r} ns are said to be enough"
     if not _is_time(inputs.noise_ns):
         yield "the noise", f"it is {inputs.noise_ns!r} ns"
     if not isfinite(inputs.reserve_factor) or inputs.reserve_factor <= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from residency.gpu.placement import Mode
+from residency.gpu.placement import HostTier, Mode
 from residency.gpu.specs import window_bytes
 
 if TYPE_CHECKING:
@@ -48,3 +48,12 @@ def weight_bytes(
 def idle_bytes(specs: Iterable[ComponentSpec], placement: Placement) -> int:
     """Return what weights take between requests, the window included."""
     return weight_bytes(specs, placement, active=(), lingering=None)
+
+
+def pinned_bytes(specs: Iterable[ComponentSpec], placement: Placement) -> int:
+    """Return the bytes of host copies that a placement has page-locked: of what leaves the device."""
+    return sum(
+        spec.total_bytes - spec.device_bytes(one, in_use=False)
+        for spec in specs
+        if (one := placement.components[spec.name]).tier is HostTier.PINNED
+    )

@@ -15,6 +15,18 @@ PLANNER_VERSION = 3  # raised whenever equal inputs may give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """What one rank may take of the memory of a host that several share, as a joint plan has divided it.
+
+    pinned_bytes: of all its pinned host copies, those that it has already included. new_bytes: of host memory that it
+    takes anew.
+    """
+
+    pinned_bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
     """All that a plan depends on; equal inputs give equal plans. Survives msgspec's JSON both ways.
 
@@ -41,6 +53,8 @@ class PlanInputs:
     reserve_factor: float = 1.0
     placements: tuple[Placement, ...] = ()
     modes: Mapping[str, Mode] = field(default_factory=dict)
+    host_share: HostShare | None = None
+    enough_ns: int = 0
 
     def __post_init__(self) -> None:
         names = {spec.name for spec in self.specs}

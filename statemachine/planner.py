@@ -10,7 +10,7 @@ from residency.gpu.placement import HostTier, Placement
 from residency.statemachine.checks import check_inputs
 from residency.statemachine.choice import Chooser
 from residency.statemachine.constraints import PhaseLimit, failed_digests, phase_limits, relaxed
-from residency.statemachine.holdings import idle_bytes
+from residency.statemachine.holdings import idle_bytes, pinned_bytes
 from residency.statemachine.initial import configured_placements, initial_placement
 from residency.statemachine.options import Family, Options
 from residency.statemachine.plan import (
@@ -28,7 +28,7 @@ from residency.statemachine.reasons import binding, prices, what_binds
 from residency.statemachine.request_model import MemoryLimit, RequestModel
 from residency.statemachine.room import Room
 from residency.statemachine.timing import timing_record
-from residency.statemachine.weighing import Rules, Weighed, pinned_bytes
+from residency.statemachine.weighing import Rules, Weighed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,10 @@ class _Planner:
         policy, current = inputs.policy, inputs.current
         model = request_model(inputs, limits)
         # What is pinned already may stay so, whatever the budget has become.
-        pinned_max = max(inputs.host.pin_budget_bytes, pinned_bytes(model, current))
+        pinned_max = max(inputs.host.pin_budget_bytes, pinned_bytes(inputs.specs, current))
+        host_max = max(0, inputs.host.available_bytes)
+        if inputs.host_share is not None:
+            pinned_max, host_max = inputs.host_share.pinned_bytes, inputs.host_share.new_bytes
         scarce = pinned_max < sum(spec.total_bytes for spec in inputs.specs)
         options = Options(
             model,
@@ -151,7 +154,7 @@ class _Planner:
         rules = Rules(
             tolerance=self.tolerance_ns,
             pinned_bytes_max=pinned_max,
-            host_bytes_max=max(0, inputs.host.available_bytes),
+            host_bytes_max=host_max,
             allowed=lambda digest: digest not in self.forbidden,
             num_nodes_max=policy.solver_nodes_max,
             num_simulations_max=policy.simulations_max,
@@ -163,7 +166,8 @@ class _Planner:
 
     def tolerance_ns(self, request_ns: int) -> int:
         """Return by how much a request of such a length may differ and still count as equally fast."""
-        return min(self.inputs.noise_ns, round(self.inputs.policy.equal_fraction_max * request_ns))
+        noise_ns = min(self.inputs.noise_ns, round(self.inputs.policy.equal_fraction_max * request_ns))
+        return max(noise_ns, self.inputs.enough_ns - request_ns)
 
     def prediction(self, weighed: Weighed, limits: Sequence[PhaseLimit], phases: Sequence[TimePhase]) -> Prediction:
         """Return what a placement costs, phase by phase."""

@@ -31,6 +31,8 @@ def what_binds(
 ) -> tuple[NextChange | None, str]:
     """Return the cheapest change worth having that device memory forbids, and what bound the choice, for people."""
     best = found.best
+    if best.request_ns <= inputs.enough_ns:
+        return None, "nothing: it is as fast as the slowest rank"
     noise_ns = chooser.rules.tolerance(best.request_ns)
     if best.request_ns <= chooser.ideal_ns() + noise_ns:
         return None, "nothing: no placement is faster by more than the noise"

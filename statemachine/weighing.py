@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from residency.gpu.placement import HostTier, Placement
-from residency.statemachine.holdings import idle_bytes, weight_bytes
+from residency.gpu.placement import Placement
+from residency.statemachine.holdings import idle_bytes, pinned_bytes, weight_bytes
 from residency.statemachine.options import host_bytes
 from residency.statemachine.search import Parts, Search
 from residency.statemachine.timeline import Timeline, simulate
@@ -112,7 +112,7 @@ class Weigher:
             parts=parts,
             timeline=timeline,
             device_bytes=idle_bytes(self.model.specs, placement),
-            pinned_bytes=pinned_bytes(self.model, placement),
+            pinned_bytes=pinned_bytes(self.model.specs, placement),
             num_changes=len(self._current.changes_to(placement)),
             digest=placement.digest,
         )
@@ -143,7 +143,7 @@ class Weigher:
         specs, components = self.model.specs, placement.components
         host = sum(host_bytes(spec, self._current.components[spec.name], components[spec.name]) for spec in specs)
         return (
-            pinned_bytes(self.model, placement) <= self.rules.pinned_bytes_max
+            pinned_bytes(self.model.specs, placement) <= self.rules.pinned_bytes_max
             and host <= self.rules.host_bytes_max
             and all(
                 weight_bytes(specs, placement, active=limit.active, lingering=limit.lingering, whole=limit.whole)
@@ -194,12 +194,3 @@ class Weigher:
         num = self.rules.num_windows
         for index in range(num - 1, -1, -1):
             yield least + max(0, most - least) * index // num
-
-
-def pinned_bytes(model: RequestModel, placement: Placement) -> int:
-    """Return the bytes of host copies that a placement has page-locked: of what leaves the device."""
-    return sum(
-        spec.total_bytes - spec.device_bytes(one, in_use=False)
-        for spec in model.specs
-        if (one := placement.components[spec.name]).tier is HostTier.PINNED
-    )
