@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 from residency.gpu.cells import aligned, storage_of_part
 from residency.gpu.cuda_link import time_link
 from residency.gpu.cuda_pins import CudaPins
+from residency.gpu.cuda_queue import CopyQueue, EventMark, QueuedMark
 from residency.gpu.cuda_upload import StagedUpload
 from residency.gpu.device import MemoryReading
 from residency.gpu.host_memory import allocate
@@ -30,21 +30,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-
-
-_mark_numbers = itertools.count()
-
-
-class EventMark:
-    """A CUDA event, recorded where a stream's work ended then."""
-
-    __slots__ = ("event", "order", "queue")
-
-    def __init__(self, stream: torch.cuda.Stream, *, timed: bool) -> None:
-        self.event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-        self.queue = int(stream.cuda_stream)
-        self.order = next(_mark_numbers)
 
 
 class CudaDevice:
@@ -70,7 +55,7 @@ class CudaDevice:
         self._to_host_bytes = 0
         self._link_lock = threading.Lock()
         self._link: LinkReading | None = None
-        self._copy_stream: torch.cuda.Stream | None = None  # One for everything that is copied ahead.
+        self._queue = CopyQueue(self._device, self._staged)
         if cap_bytes is not None:
             self.limit(cap_bytes)
 
@@ -123,7 +108,8 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """Block until the device has done all that was asked of it."""
+        """Block until the device has done all that was asked of it. Raises TimeoutError if host memory is not read."""
+        self._queue.settle()
         torch.cuda.synchronize(self._device)
 
     def now_ns(self) -> int:
@@ -186,30 +172,25 @@ class CudaDevice:
         return EventMark(torch.cuda.current_stream(self._device.index), timed=timed)
 
     def wait_for(self, mark: Mark) -> None:
-        """Let the caller's current stream wait for a CUDA event; the host does not wait."""
-        assert isinstance(mark, EventMark)
+        """Let the caller's current stream wait for a CUDA event.
+
+        The host waits only for copies from pageable memory that were not even begun: they are late. Raises what kept
+        them from being made, and TimeoutError.
+        """
+        assert isinstance(mark, EventMark | QueuedMark)
         torch.cuda.current_stream(self._device.index).wait_event(mark.event)
 
     def copy_ahead(
         self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]], *, after: Iterable[Mark]
-    ) -> EventMark:
-        """Queue copies on the one copy stream, after CUDA events of the streams that compute.
+    ) -> EventMark | QueuedMark:
+        """Queue copies on the one copy stream, after CUDA events of the streams that compute. The host does not wait.
 
-        From pageable memory it blocks until the copies have ended.
+        What is pageable is read by a thread of its own; what is asked for meanwhile comes after it.
         """
-        if self._copy_stream is None:
-            self._copy_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream, num_bytes = self._copy_stream, 0
-        with self.moving(), torch.cuda.stream(stream):
-            for mark in after:
-                assert isinstance(mark, EventMark)
-                stream.wait_event(mark.event)
-            for target, source, pinned in copies:
-                target.copy_(source, non_blocking=pinned)
-                num_bytes += source.numel()
-            end = EventMark(stream, timed=False)
+        with self.moving():
+            end = self._queue.put(copies, after)
         with self._lock:
-            self._to_device_bytes += num_bytes
+            self._to_device_bytes += sum(source.numel() for _, source, _ in copies)
         return end
 
     def elapsed_ns(self, start: Mark, end: Mark) -> int:
@@ -299,6 +280,7 @@ class CudaDevice:
 
     def close(self) -> None:
         """Unpin everything. Caps of the allocator stay. A second call is a no-op."""
+        self._queue.close()
         self._staged.close()
         self._pins.clear()
 

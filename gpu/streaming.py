@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -196,12 +197,11 @@ class Streamer:
         if layer.room is None:
             self._fetch(layer, self._room_at_once(layer))
         if layer.room is not None:
-            assert layer.ready is not None
-            self.device.wait_for(layer.ready)
+            self._await(layer)
             if not layer.store.bind(layer.room.block):
                 # Changed on the host since it was copied: once more, now.
                 self._fetch(layer, layer.room)
-                self.device.wait_for(layer.ready)
+                self._await(layer)
                 layer.store.bind(layer.room.block)
         if not layer.store.on_device:
             layer.store.onload()  # No room for it in the window at all.
@@ -261,6 +261,17 @@ class Streamer:
             layer.ready = self.device.copy_ahead(layer.store.copies(room.block), after=room.after)
         except BaseException:
             self._give_back(layer)
+            raise
+
+    def _await(self, layer: Layer) -> None:
+        """Let what is computed next wait for the copy of a layer. Raises what kept the copy from being made."""
+        assert layer.ready is not None
+        try:
+            self.device.wait_for(layer.ready)
+        except BaseException:
+            # Others may be missing, too: all are asked for anew by the next request.
+            with suppress(RuntimeError, TimeoutError):
+                self.clear()
             raise
 
     def _room_at_once(self, layer: Layer) -> Room | None:

@@ -22,6 +22,8 @@ from residency.gpu.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from residency.gpu.device import Mark
+
 WIDTH = 64
 BLOCK_BYTES = WIDTH * WIDTH * 4 + 3 * 512  # one matrix and three vectors, each at a multiple of 512 bytes
 
@@ -274,6 +276,31 @@ def test_an_exception_in_a_layer_leaves_every_layer_free_and_the_next_request_ri
     host = [tensor for net in bench.nets.values() for block in net.blocks for tensor in block.parameters()]
     assert not any(bench.device.holds(tensor.untyped_storage()) for tensor in host)
     bench.request()
+
+
+@pytest.mark.parametrize("error", [MemoryError, TimeoutError])
+def test_a_copy_that_could_not_be_made_fails_one_request_and_is_made_for_the_next(
+    make: Callable[..., Bench], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(a=layerwise(), b=layerwise(held=(0,)))
+    bench.request()
+    plain, left = bench.device.wait_for, 2
+
+    def fail(mark: Mark) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error("no page")
+        plain(mark)
+
+    monkeypatch.setattr(bench.device, "wait_for", fail)
+    with pytest.raises(error, match="no page"), bench.pipeline.request():
+        bench.compute()
+    monkeypatch.undo()
+    before = bench.device.moved_bytes()[0]
+    bench.request()
+    assert bench.device.moved_bytes()[0] > before
+    assert bench.pipeline.window_bytes
 
 
 def test_without_memory_for_the_window_requests_are_right_and_slower(toys: Any, make: Callable[..., Bench]) -> None:

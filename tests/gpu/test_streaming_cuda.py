@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from residency.errors import CaptureRefused
 from residency.gpu.cuda import CudaDevice
+from residency.gpu.cuda_upload import StagedUpload
 from residency.gpu.pipeline import ManagedPipeline
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 
@@ -118,7 +122,7 @@ def test_the_output_is_that_of_resident_weights_whatever_is_slow(
         def late(copies: Any, *, after: Any) -> Any:
             bench.device.copy_ahead = plain  # type: ignore[method-assign]
             mark = plain([], after=after)
-            stream = bench.device._copy_stream
+            stream = bench.device._queue._stream
             assert stream is not None
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
@@ -137,6 +141,43 @@ def _after_sleep(plain: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[tor
         return plain(value)
 
     return forward
+
+
+def test_layers_in_pageable_memory_are_read_on_a_thread_of_their_own(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    plain = StagedUpload.copy
+
+    def slow(self: StagedUpload, target: torch.Tensor, source: torch.Tensor) -> None:
+        threads.add(threading.current_thread().name)
+        time.sleep(0.003)
+        plain(self, target, source)
+
+    pageable = replace(layerwise(window=4 * BLOCK_BYTES), tier=HostTier.PAGEABLE)
+    bench.place(a=layerwise(window=4 * BLOCK_BYTES), b=pageable)
+    monkeypatch.setattr(StagedUpload, "copy", slow)
+    for _ in range(5):
+        bench.check()
+    assert threads == {"residency-copies"}
+
+
+def test_a_copy_that_could_not_be_made_fails_one_request_and_is_made_for_the_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.place(b=replace(layerwise(), tier=HostTier.PAGEABLE))
+    bench.check()
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no page")
+
+    monkeypatch.setattr(StagedUpload, "copy", refuse)
+    with pytest.raises(MemoryError, match="no page"):
+        for _ in range(3):  # The first copies may have been asked for before.
+            bench.check()
+    monkeypatch.undo()
+    for _ in range(3):
+        bench.check()
 
 
 def test_a_request_never_waits_on_the_host_nor_for_the_whole_device(
