@@ -238,14 +238,13 @@ class CudaDevice:
     def guard(self) -> None:
         """Do nothing: torch itself refuses kernels on host weights, on every thread."""
 
-    @contextmanager
-    def moving(self) -> Iterator[None]:
+    def moving(self) -> AbstractContextManager[None]:
         """Enter around weight bookkeeping. Re-entrant, per thread.
 
         Gradients and inference mode are off inside, so that tensors made here can be used under either.
         """
-        with torch.inference_mode(mode=False), torch.no_grad():
-            yield
+        # Entered several times for every use of a streamed layer, mostly where both are off already.
+        return _OFF if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()) else _switched_off()
 
     def pin(self, storage: torch.UntypedStorage) -> bool:
         """Page-lock a host storage in place and keep it alive; False if the host refuses. Idempotent.
@@ -289,6 +288,15 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
         else:
             self._staged.copy(target, source)
+
+
+_OFF = nullcontext()
+
+
+@contextmanager
+def _switched_off() -> Iterator[None]:
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def driver_version() -> str:

@@ -103,6 +103,8 @@ def _most_alike(requests: list[list[_Token]]) -> int:
     last = len(kinds) - 1
     found, longest = -1, 0
     for index in range(last - 1, -1, -1):
+        if longest > index:
+            break  # No history before it is as long.
         length = 0
         while length <= index and kinds[index - length] == kinds[last - length]:
             length += 1

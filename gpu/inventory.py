@@ -23,8 +23,10 @@ class Inventory:
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._modules = modules
-        self._seen: list[tuple[dict[str, Any], tuple[int, ...]]] = []
-        self._values: list[tuple[Any, ...]] = []  # keeps alive what is known by its id
+        self._empty: list[dict[str, Any]] = []
+        self._filled: list[dict[str, Any]] = []
+        self._ids: list[int] = []
+        self._values: list[Any] = []  # keeps alive what is known by its id
         self.tensors: tuple[torch.Tensor, ...] = ()
         self.refresh()
 
@@ -32,17 +34,18 @@ class Inventory:
         """Look again."""
         modules = tuple(self._modules())
         registries = [getattr(module, name) for module in modules for name in _REGISTRIES]
+        self._empty = [registry for registry in registries if not registry]
+        self._filled = [registry for registry in registries if registry]
         # By identity, which never asks tensors whether they are equal.
-        self._seen = [(registry, tuple(map(id, registry.values()))) for registry in registries]
-        self._values = [tuple(registry.values()) for registry in registries if registry]
+        self._values = [value for registry in self._filled for value in registry.values()]
+        self._ids = list(map(id, self._values))
         self.tensors = tuple({id(tensor): tensor for module in modules for _, tensor in own_weights(module)}.values())
 
     def is_current(self) -> bool:
         """Whether no weight or child was added, removed or replaced since the last refresh. Read-only."""
-        for registry, ids in self._seen:
-            if len(registry) != len(ids) or (ids and tuple(map(id, registry.values())) != ids):
-                return False
-        return True
+        if any(self._empty):
+            return False
+        return [id(value) for registry in self._filled for value in registry.values()] == self._ids
 
 
 def own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

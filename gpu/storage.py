@@ -113,8 +113,8 @@ class HostStore:
         The block has `packed_bytes`. A host copy that is packed whole is one copy. Nothing is moved.
         """
         self._fetched = None
-        if self._is_stale or self._is_rebound():
-            self.adopt()  # What was added or replaced is looked for by `bind`.
+        if self._is_stale:
+            self.adopt()  # What was added, replaced or rebound is looked for by `bind`.
         with bookkeeping(self._device):
             found: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
             packed = self._packed
@@ -128,7 +128,10 @@ class HostStore:
     def bind(self, block: torch.Tensor) -> bool:
         """Bind every weight to a block that `copies` was copied into; False, with nothing done, if that is outdated."""
         fetched, self._fetched = self._fetched, None
-        if fetched is None or self._has_drifted() or not self.is_idle:
+        if fetched is None or not self.is_idle:
+            return False
+        if self._has_drifted():
+            self._is_stale = True
             return False
         if fetched != [weight.tensor._version for weight in self._weights]:
             return False
