@@ -59,16 +59,19 @@ class Disguise:
 
 
 def disguise_pipeline(
-    owner: object, *, request: Callable[[], AbstractContextManager[None]], device: torch.device
+    owner: object, *, request: Callable[[Mapping[str, object]], AbstractContextManager[None]], device: torch.device
 ) -> Disguise:
-    """Make calls of a pipeline requests, and let it run on `device` wherever its weights are at the moment."""
+    """Make calls of a pipeline requests, and let it run on `device` wherever its weights are at the moment.
+
+    request: enters one; it is given the named arguments of the call.
+    """
     members = _device_members(owner, device)
     if callable(owner):
         plain_call = type(owner).__call__
 
         @functools.wraps(plain_call)
         def call(self: object, *args: Any, **kwargs: Any) -> Any:
-            with request():
+            with request(kwargs):
                 return plain_call(self, *args, **kwargs)
 
         members["__call__"] = call

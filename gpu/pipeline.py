@@ -123,6 +123,11 @@ class ManagedPipeline:
         """Bytes of page-locked host copies now."""
         return sum(component.pinned_bytes for component in self._components.values())
 
+    @property
+    def asked(self) -> object:
+        """What the request asks for that this thread is about to begin, as it was given to `request`; else None."""
+        return getattr(self._thread, "asked", None)
+
     def component(self, name: str) -> ManagedComponent:
         """Return a component. Raises UnknownComponent."""
         if name not in self._components:
@@ -160,11 +165,15 @@ class ManagedPipeline:
         self._sync_hooks()
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Enter around one request. Nests on one thread; other threads wait, then get PipelineBusy."""
+    def request(self, asked: object = None) -> Iterator[None]:
+        """Enter around one request. Nests on one thread; other threads wait, then get PipelineBusy.
+
+        asked: what it asks for, which `before_request` may want to know.
+        """
         call = Call()
         try:
             try:
+                self._thread.asked = asked
                 self._begin(call)
                 yield
             finally:
@@ -231,8 +240,11 @@ class ManagedPipeline:
 
     def _begin(self, call: Call) -> None:
         is_outermost = not (self._gate.is_mine and self._calls)
-        if is_outermost and not self._gate.is_mine_exclusively:
-            self._call_back()
+        try:
+            if is_outermost and not self._gate.is_mine_exclusively:
+                self._call_back()
+        finally:
+            self._thread.asked = None
         self._gate.acquire(call, holder="a request", timeout_s=self.request_wait_s)
         self._calls[call] = None
         if is_outermost:

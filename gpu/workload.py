@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, fields
 
 from residency.errors import WorkloadError
@@ -30,3 +31,35 @@ class Workload:
     def units(self) -> int:
         """Pixels times frames times batch: the size axis along which activations grow."""
         return self.width * self.height * self.frames * self.batch
+
+
+# How pipelines name the sides of a request's shape.
+_NAMES = {
+    "width": ("width",),
+    "height": ("height",),
+    "frames": ("num_frames", "frames", "video_length"),
+    "steps": ("num_inference_steps", "steps"),
+}
+
+
+def shape_of_call(arguments: Mapping[str, object], default: Workload) -> Workload:
+    """Return the shape that the named arguments of a pipeline's call ask for; what they do not say is the default's."""
+    found = {field.name: getattr(default, field.name) for field in fields(default)}
+    for side, names in _NAMES.items():
+        for name in names:
+            value = arguments.get(name)
+            if isinstance(value, int) and value >= 1:
+                found[side] = value
+    prompt = arguments.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, Sized) and not isinstance(prompt, str) else 1
+    each = next(
+        (
+            value
+            for name in ("num_images_per_prompt", "num_videos_per_prompt")
+            if isinstance(value := arguments.get(name), int) and value >= 1
+        ),
+        1,
+    )
+    if prompts * each > 1:
+        found["batch"] = prompts * each
+    return Workload(**found)

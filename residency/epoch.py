@@ -30,6 +30,8 @@ from residency.statemachine.source import RoundResult, Source, SourceKind
 from residency.statemachine.states import SETTLED, State, Trigger
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from residency.journal.views import RoundView
     from residency.statemachine.recovery import Decision as Recovery
     from residency.statemachine.worker import Interruptible, Observer
@@ -108,10 +110,14 @@ class Epoch:
         )
         return report
 
-    def end(self, *, reason: str, signal: str | None = None) -> None:
-        """Say that this life ended, and let go of journal and stream. A second call is a no-op."""
+    def end(self, *, reason: str, signal: str | None = None, figures: Mapping[str, int] | None = None) -> None:
+        """Say that this life ended, and let go of journal and stream. A second call is a no-op.
+
+        figures: of requests outside the envelope, by what was done about them.
+        """
         try:
-            self._say_stopped({"reason": reason, "signal": signal})
+            outside = {"outside": dict(figures)} if figures and any(figures.values()) else {}
+            self._say_stopped({"reason": reason, "signal": signal, **outside})
         finally:
             self._stream_lock.close()
             if self.journal is not None:
@@ -340,6 +346,7 @@ class Epoch:
             log=epoch_log,
             policy=self.setup.policy,
             workload=self.setup.workload,
+            workloads=self.setup.workloads,
             initial=self.setup.initial,
             configured=self.setup.configured,
             fingerprint_digest=self.setup.fingerprint_digest,

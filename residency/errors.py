@@ -19,6 +19,7 @@ ResidencyError                      exit code of a worker that ends with it
 |-- RollbackFailed                  70  the placement is unknown; the process must exit
 |-- ProcessPoisoned                 71  this process can never use the device again; it must exit
 |-- PlacementInfeasible             72  no placement fits, or the cap is too small
+|-- OutsideEnvelope                 1   a request is larger than the placement in force holds for, and refused
 |-- MeasurementRefused              1   what was measured is absurd or contradicts itself; nothing is planned from it
 `-- WarmupFailed                    1   the worker's warmup raised, or returned nothing
 """
@@ -261,6 +262,18 @@ class PlacementInfeasible(ResidencyError):
             needed_bytes=needed_bytes,
             cap_bytes=cap_bytes,
             bound_by=bound_by,
+        )
+
+
+class OutsideEnvelope(ResidencyError):
+    """Raised for a request that is larger than the placement in force was made for, if the worker refuses those."""
+
+    def __init__(self, *, units: int, units_max: int) -> None:
+        super().__init__(
+            f"a request of {units} pixels (all frames and samples together) is over the {units_max} that the placement "
+            "in force holds for; make it smaller, or attach with that shape in workloads=",
+            units=units,
+            units_max=units_max,
         )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from residency.admission import Admission, Outside
 from residency.control import Control
 from residency.epoch import Epoch
 from residency.errors import (
@@ -32,7 +33,7 @@ from residency.worker_setup import Options, prepare
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from residency.gpu.device import Device
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from residency.gpu.placement import Mode, Placement
     from residency.gpu.workload import Workload
     from residency.report import Report
+    from residency.statemachine.hint import Hint
+    from residency.statemachine.source import RoundResult
     from residency.statemachine.worker import Observer
     from residency.worker_setup import Setup
 
@@ -75,6 +78,8 @@ def attach(
     tolerance: float | None = None,
     policy: Policy | None = None,
     observer: Observer | None = None,
+    workloads: Sequence[Workload] = (),
+    outside: str | Outside = Outside.ALLOW,
 ) -> Manager:
     """Describe a pipeline and check everything that was asked for; moves nothing until `start`.
 
@@ -86,7 +91,9 @@ def attach(
     worker, the same at every start. placement: a file that `export_placement` wrote, taken as configured.
     identity: component -> what identifies its weights' content (a revision, a digest); a restore compares outputs
     only if every component has one. tolerance: largest difference between outputs, as a part of the largest value,
-    that still counts as the same, if bit for bit is too strict.
+    that still counts as the same, if bit for bit is too strict. workloads: further default shapes (the first of all is
+    the one whose time counts; all of them must fit in memory). outside: what is done about a request that is larger
+    than what the placement holds for: 'allow', 'refuse' with OutsideEnvelope, or 'recalibrate' for it first.
 
     Raises SettingsError and its kin (exit code 2) for what cannot be used, PlacementInfeasible (72) if even the
     smallest form of a component is over the cap.
@@ -104,14 +111,16 @@ def attach(
         identity=identity,
         tolerance=tolerance,
         policy=policy or Policy(),
+        workloads=workloads,
+        outside=outside,
     )
-    return Manager(prepare(pipe, options), observer=observer or Silent())
+    return Manager(prepare(pipe, options), observer=observer or Silent(), outside=Outside(outside))
 
 
 class Manager:
     """One attached pipeline. `start` decides where the weights live; afterwards the worker is ready."""
 
-    def __init__(self, setup: Setup, *, observer: Observer) -> None:
+    def __init__(self, setup: Setup, *, observer: Observer, outside: Outside = Outside.ALLOW) -> None:
         self._setup = setup
         self._pipeline = setup.worker.pipeline
         self._pipeline.request_wait_s = setup.policy.request_wait_s
@@ -119,6 +128,7 @@ class Manager:
         self._status = _Status(observer)
         self._epoch = Epoch(setup, interrupts=self._interrupts, observer=self._status)
         self._control = Control(self._epoch, run=self._exclusively)
+        self._admission = Admission(self._epoch, outside, run=self._recalibrate)
         self._stop_notice = StopNotice(self._stopped_by)
         self._starting = threading.Lock()
         self._report: Report | None = None
@@ -200,15 +210,25 @@ class Manager:
             "decision": None if self._report is None else self._report.decision.value,
             "working": "ended" if self._is_ended else self._status.what,
             "elapsed_s": round(time.monotonic() - self._status.since, 3),
+            "outside": self._admission.status(),
         }
 
+    def hint(self, shape: Workload) -> Hint:
+        """Return how placements rank for a request shape, estimated; nothing is moved for it, and nothing promised.
+
+        Raises SettingsError if the placement in force was not planned from measurements.
+        """
+        return self._admission.hint(shape)
+
     @contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self, shape: Workload | None = None) -> Iterator[None]:
         """Enter around one request of a pipeline that is no diffusers pipeline; theirs bracket themselves.
 
+        shape: what it asks for; without it nobody can tell whether the placement holds for it. Raises OutsideEnvelope
+        for a shape that is refused.
         Raises ProcessPoisoned in place of an error by which the device was lost to this process; end it then.
         """
-        with self._pipeline.request():
+        with self._pipeline.request(shape):
             try:
                 yield
             except Exception as error:
@@ -250,7 +270,9 @@ class Manager:
         wait_s = self._setup.policy.busy_wait_s if wait_s is None else wait_s
         try:
             with self._interrupts, self._pipeline.exclusive("a round", wait_s), self._status.in_round():
-                return run()
+                result = run()
+                self._admission.look()
+                return result
         except Exception as error:
             self._stop_if_fatal(error)
             raise
@@ -285,6 +307,7 @@ class Manager:
         if self._failure is not None:
             raise self._failure
         if self._gave_up or self._epoch.pinned is not None or self._setup.switch() is None:
+            self._admission.admit(self._pipeline.asked)
             return
         try:
             # The request would wait as long for its turn.
@@ -292,6 +315,10 @@ class Manager:
         except (EffectFailed, JournalError, PlacementInfeasible) as error:
             self._gave_up = True
             log.error("the kill switch is on, but going back failed, and is not tried again: %s; restart", error)
+
+    def _recalibrate(self, run: Callable[[], RoundResult]) -> RoundResult:
+        # The request would wait as long for its turn.
+        return self._exclusively(run, wait_s=self._setup.policy.request_wait_s)
 
     def _take_back(self) -> None:
         # Another thread may have done it while this one waited.
@@ -314,7 +341,7 @@ class Manager:
             self._is_ended = True
             self._stop_notice.remove()
             atexit.unregister(self._at_exit)
-            self._epoch.end(reason=reason, signal=signal)
+            self._epoch.end(reason=reason, signal=signal, figures=self._admission.counts)
 
 
 class _Status:

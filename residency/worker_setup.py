@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from residency.admission import Outside
 from residency.errors import ModeUnavailable, SettingsError, UnknownComponent
 from residency.gpu.adapters import components_of
 from residency.gpu.device import Device
@@ -38,8 +39,6 @@ from residency.statemachine.policy import Policy
 from residency.worker import PipelineWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from residency.gpu.specs import ComponentSpec
 
 
@@ -59,6 +58,8 @@ class Options:
     identity: Mapping[str, str] | None
     tolerance: float | None
     policy: Policy
+    workloads: Sequence[Workload] = ()
+    outside: str | Outside = Outside.ALLOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class Setup:
     is_identified: bool
     num_ranks: int
     switch: Callable[[], KillSwitch | None]
+    workloads: tuple[Workload, ...] = ()  # beside the default one
 
 
 def prepare(pipe: object, options: Options) -> Setup:
@@ -122,7 +124,9 @@ def _describe(
     switch: Callable[[], KillSwitch | None],
     host_ram_bytes: int | None,
 ) -> Setup:
-    workload, policy = options.workload, options.policy
+    policy = options.policy
+    workload, *others = (*(() if options.workload is None else (options.workload,)), *options.workloads) or (None,)
+    workloads = tuple(one for one in dict.fromkeys(others) if one is not None and one != workload)
     worker = PipelineWorker(
         pipeline,
         warmup=options.warmup,
@@ -150,6 +154,7 @@ def _describe(
         content=identity,
         num_ranks=num_ranks(),
         host_ram_bytes=host_ram_bytes,
+        workloads=workloads,
     )
     reasons = {spec.name: spec.fixed_reason for spec in worker.specs if spec.fixed_reason is not None}
     return Setup(
@@ -162,6 +167,7 @@ def _describe(
         fingerprint=parts,
         fingerprint_digest=fingerprint_digest(parts),
         workload=workload,
+        workloads=workloads,
         policy=policy,
         has_warmup=options.warmup is not None,
         is_identified=set(identity) == set(names),
@@ -217,6 +223,11 @@ def _check_types(options: Options) -> None:
             f"workload is a {type(workload).__name__}, not a Workload; "
             "pass residency.Workload(width=..., height=..., frames=..., steps=..., batch=...)"
         )
+    if isinstance(options.workloads, str) or not all(isinstance(one, Workload) for one in options.workloads):
+        raise SettingsError(f"workloads is {options.workloads!r}; pass a list of residency.Workload")
+    if options.outside not in {*Outside, *(one.value for one in Outside)}:
+        words = ", ".join(one.value for one in Outside)
+        raise SettingsError(f"outside is {options.outside!r}; pass one of {words}")
     for name, value in (("modes", options.modes), ("identity", options.identity or {})):
         if not isinstance(value, Mapping):
             raise SettingsError(

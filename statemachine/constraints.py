@@ -69,14 +69,28 @@ def phase_limits(inputs: PlanInputs) -> tuple[PhaseLimit, ...]:
 
     Successes at the target shape count as they are. Without one, what is beside the weights is extrapolated, and the
     phases that a failed request reached count, too: where it failed, the placement it ran under needed all there was.
+    Of other shapes that must fit, the phases that ask for more than those of the first.
     """
+    limits = _limits_of(inputs)
+    for shape in inputs.workloads:
+        least = {(one.key, one.active, one.lingering, one.whole): one.weight_limit(inputs) for one in limits}
+        for one in _limits_of(replace(inputs, workload=shape)):
+            known = least.get((one.key, one.active, one.lingering, one.whole))
+            if known is None or one.weight_limit(inputs) < known:
+                size = f"{shape.width}x{shape.height}x{shape.frames}, batch {shape.batch}"
+                limits.append(replace(one, key=f"{one.key} at {size}"))
+    return tuple(limits)
+
+
+def _limits_of(inputs: PlanInputs) -> list[PhaseLimit]:
+    """Return the constraints of one shape."""
     successes = [record for record in inputs.records if record.succeeded]
     covering = [record for record in successes if record.workload.units >= inputs.workload.units]
     if covering:
         limits = _measured(inputs, covering)
     else:
         limits = _extrapolated(inputs, successes) + _reached(inputs)
-    return tuple(limits + _unobserved(inputs, limits))
+    return limits + _unobserved(inputs, limits)
 
 
 def failed_digests(inputs: PlanInputs) -> frozenset[str]:
@@ -84,7 +98,8 @@ def failed_digests(inputs: PlanInputs) -> frozenset[str]:
     return frozenset(
         record.placement_digest
         for record in inputs.records
-        if record.out_of_memory and record.workload.units <= inputs.workload.units
+        if record.out_of_memory
+        and record.workload.units <= max(one.units for one in (inputs.workload, *inputs.workloads))
     )
 
 

@@ -16,7 +16,8 @@ from residency.statemachine.worker import Interruptible, Observer, Worker
 class RoundContext:
     """Shared by the rounds of one epoch.
 
-    workload: the default request shape. initial: the initial placement. configured: component -> why it is fixed.
+    workload: the default request shape; workloads: others that must fit as well. initial: the initial placement.
+    configured: component -> why it is fixed.
     switch: returns the kill switch that is on, or None; asked at every trigger. clock: monotonic ns.
     is_identified: whether the weights' content is known, so that a restore may compare outputs.
     """
@@ -33,3 +34,4 @@ class RoundContext:
     interrupts: Interruptible
     observer: Observer
     clock: Callable[[], int]
+    workloads: tuple[Workload, ...] = ()

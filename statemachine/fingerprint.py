@@ -27,13 +27,16 @@ def fingerprint(
     num_ranks: int = 1,
     compile_mode: str | None = None,
     host_ram_bytes: int | None = None,
+    workloads: Sequence[Workload] = (),
 ) -> dict[str, Any]:
     """Return part -> JSON value. content: component -> identity of its weights' bytes, as far as it is known.
-    host_ram_bytes: the declared bound on pinned host memory.
+    host_ram_bytes: the declared bound on pinned host memory. workloads: shapes beside the default one that must fit.
 
     What varies from start to start without meaning (free memory, link speed) is no part of it.
     """
+    envelope = {"workloads": msgspec.to_builtins(tuple(workloads))} if workloads else {}
     return {
+        **envelope,
         "weights": {spec.name: spec.weights_digest for spec in sorted(specs, key=lambda spec: spec.name)},
         "content": dict(content or {}),
         "device": {"kind": device.kind, "name": device.name, "total_bytes": device.total_bytes},

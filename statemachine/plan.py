@@ -9,6 +9,7 @@ from residency.gpu.placement import ComponentPlacement, Mode, Placement
 from residency.gpu.records import HostReading, LinkReading, RequestRecord
 from residency.gpu.specs import ComponentSpec
 from residency.gpu.workload import Workload
+from residency.statemachine.envelope import Envelope
 from residency.statemachine.policy import Policy
 
 PLANNER_VERSION = 3  # raised whenever equal inputs may give another plan
@@ -34,7 +35,10 @@ class PlanInputs:
     under `current`, `initial` or one of `placements`. noise_ns: durations closer than that count as equal, within the
     policy's bound. excluded: digests never to choose, except of the current and the initial placement.
     reserve_factor: multiplies every reserve. modes: component -> the only mode of it that is weighed, if somebody asks
-    what that would give. host.pin_budget_bytes is what all pinned host copies together may take, present ones included.
+    what that would give. host.pin_budget_bytes is what all pinned host copies together may take, present ones included;
+    of a host that several ranks share it is what those of all of them may, and host_share is this rank's part; None:
+    all of it. enough_ns: a request that takes no longer is fast enough, as if it were the fastest. workload: the shape
+    whose time counts; workloads: others that must fit in memory as well.
     Raises ValueError if a name or digest leads nowhere.
     """
 
@@ -55,6 +59,7 @@ class PlanInputs:
     modes: Mapping[str, Mode] = field(default_factory=dict)
     host_share: HostShare | None = None
     enough_ns: int = 0
+    workloads: tuple[Workload, ...] = ()
 
     def __post_init__(self) -> None:
         names = {spec.name for spec in self.specs}
@@ -202,7 +207,7 @@ class Plan:
     may be, by gap_ns at most, because the search ended before it had seen all.
     relaxed: nothing fits by the estimate, so the choice only avoids growing; a measured failure raises instead.
     binding: the limits in which less is left than the next layer or component would take, the tightest first.
-    prices: of every component that may be placed.
+    prices: of every component that may be placed. envelope: the request shapes that the placement is good for.
     """
 
     placement: Placement
@@ -219,4 +224,5 @@ class Plan:
     gap_ns: int = 0
     binding: tuple[Binding, ...] = ()
     prices: tuple[Price, ...] = ()
+    envelope: Envelope | None = None
     planner_version: int = PLANNER_VERSION

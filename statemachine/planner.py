@@ -10,6 +10,7 @@ from residency.gpu.placement import HostTier, Placement
 from residency.statemachine.checks import check_inputs
 from residency.statemachine.choice import Chooser
 from residency.statemachine.constraints import PhaseLimit, failed_digests, phase_limits, relaxed
+from residency.statemachine.envelope import envelope_of
 from residency.statemachine.holdings import idle_bytes, pinned_bytes
 from residency.statemachine.initial import configured_placements, initial_placement
 from residency.statemachine.options import Family, Options
@@ -131,6 +132,7 @@ class _Planner:
             relaxed=is_relaxed,
             binding=binding(self.inputs, chooser, found.best, limits),
             prices=prices(self.inputs, chooser, found.best),
+            envelope=envelope_of(inputs, found.best.placement),
         )
 
     def chooser(self, limits: Sequence[PhaseLimit], *, cap_bytes: int | None = None) -> Chooser:

@@ -40,6 +40,7 @@ def plan_round(
         link=worker.link(),
         host=worker.host(),
         workload=context.workload,
+        workloads=context.workloads,
         policy=context.policy,
         noise_ns=baseline.noise_ns(context.policy),
         excluded=source.excluded,

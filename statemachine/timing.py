@@ -32,8 +32,9 @@ def timing_record(records: Iterable[RequestRecord], workload: Workload) -> Reque
     if not successes:
         return None
 
-    def rank(record: RequestRecord) -> tuple[int, int]:
-        return min(record.workload.units, workload.units), _STEADINESS[record.kind]
+    def rank(record: RequestRecord) -> tuple[int, int, int]:
+        # Of larger ones, which others that must fit have left, the one that is nearest.
+        return min(record.workload.units, workload.units), _STEADINESS[record.kind], -record.workload.units
 
     best = max(rank(record) for record in successes)
     found = [record for record in successes if rank(record) == best]

@@ -61,16 +61,18 @@ class Baseline:
 
 
 def compare(context: RoundContext, source: Source, measuring: Measuring, baseline: Baseline) -> Verdict:
-    """Run the default shape once, then samples beside those of the baseline, and judge. Raises WarmupFailed.
+    """Run every shape that must fit once, then samples beside those of the baseline, and judge. Raises WarmupFailed.
 
     The default shape, even where the placement before could not run it: what cannot serve it must not be committed.
     """
     full = replace(context.workload, steps=measured_steps(context.workload, context.policy))
+    others = [replace(one, steps=measured_steps(one, context.policy)) for one in context.workloads]
+    extra = [measuring.run(RequestKind.VALIDATION, one) for one in dict.fromkeys(others) if one != full]
     rewarm = measuring.run(RequestKind.VALIDATION, full)
     taken: tuple[Measured, ...] = ()
-    if rewarm.record.succeeded and baseline.records and baseline.shape is not None:
+    if rewarm.succeeded and baseline.records and baseline.shape is not None:
         taken = measuring.samples(RequestKind.VALIDATION, baseline.shape, num_max=len(baseline.records))
-    last = taken[-1] if taken else rewarm
+    last = taken[-1] if taken else next((one for one in extra if one.record.workload == source.shape), rewarm)
     close = None  # without a declared tolerance no outputs are kept
     if baseline.output is not None and last.record.workload == baseline.shape:
         close = context.worker.outputs_close(baseline.output, last.output)
@@ -81,8 +83,8 @@ def compare(context: RoundContext, source: Source, measuring: Measuring, baselin
     return judge(
         Evidence(
             cap_bytes=context.worker.device().cap_bytes,
-            records=tuple(one.record for one in taken) or (rewarm.record,),
-            rewarm=(rewarm.record,),
+            records=tuple(one.record for one in taken) or (last.record,),
+            rewarm=(*(one.record for one in extra), rewarm.record),
             baseline=baseline.records,
             expected_output=baseline.expected_output if is_known else None,
             outputs_close=close,
