@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from residency.gpu.placement import Mode, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from residency.statemachine.options import Option
     from residency.statemachine.request_model import MemoryLimit, RequestModel
 
 
-_GIVEN_PART = 8  # so much more is given back: without it an allocator had to tidy up in every request
+_GIVEN_PART = 8  # at least so much more is given back: without it an allocator had to tidy up in every request
 
 
 class Room:
@@ -33,6 +33,12 @@ class Room:
             if users not in least or limit.limit_bytes < least[users].limit_bytes:
                 least[users] = limit
         self.limits = tuple(least.values())
+        # What running a component takes beside weights and window.
+        self._needs: dict[str, int] = {}
+        for limit in self.limits:
+            for name in limit.active:
+                beside = model.cap_bytes - model.reserve_bytes - limit.limit_bytes
+                self._needs[name] = max(self._needs.get(name, 0), beside)
         looped = {name for phase in model.phases if phase.passes > 1 for name in phase.components}
         self._rigid = looped | set(unyielding)
         self._phases = [frozenset(phase.components) for phase in model.phases]
@@ -76,7 +82,7 @@ class Room:
 
     def windows(self, window: int, caps: dict[str, int], *, at_most: bool) -> list[int]:
         """Return how much of a window is there in each time phase; `at_most`: as a bound for all smaller ones, too."""
-        kept = caps if at_most else {name: self._kept(window, room) for name, room in caps.items()}
+        kept = caps if at_most else {name: self._kept(window, name, caps) for name in caps}
         return [min([window, *(kept[name] for name in names if name in kept)]) for names in self._phases]
 
     def fits(self, parts: Sequence[Option], windows: Sequence[int]) -> bool:
@@ -117,14 +123,17 @@ class Room:
             where, name = part.placement, part.spec.name
             if where.mode is Mode.LAYERWISE_OFFLOAD and not part.is_fixed:
                 where = replace(where, window_bytes=window)
-            given = max(where.yield_bytes, window - self._kept(window, caps.get(name, window)))
+            given = max(where.yield_bytes, window - self._kept(window, name, caps))
             if given != where.yield_bytes:
                 where = replace(where, yield_bytes=given)
             components[name] = where
         return Placement(components={spec.name: components[spec.name] for spec in self.model.specs})
 
-    def _kept(self, window: int, room: int) -> int:
-        """Return what is kept of a window while so much of it may be there."""
-        given = max(0, window - room)
-        # What is given back lies in one piece, and what is allocated in it does not fit it exactly.
-        return max(0, window - given - (given // _GIVEN_PART if self._has_slack else 0))
+    def _kept(self, window: int, name: str, caps: Mapping[str, int]) -> int:
+        """Return what is kept of a window while a component runs, so much of it as may be there at most."""
+        given = max(0, window - caps.get(name, window))
+        if given and self._has_slack:
+            # It lies in one piece, and what is allocated in it does not fit it exactly. Whatever the component needs
+            # finds room there, and nothing has to be found beside it, where pieces are smaller.
+            given = max(given + given // _GIVEN_PART, self._needs.get(name, 0))
+        return max(0, window - given)
