@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from residency.effects.place import PlaceComponent, order_effects
+from residency.effects.place import PlaceComponent, growth_room, order_effects
 from residency.effects.spec import EffectSpec
 from residency.effects.transaction import Transaction
 from residency.errors import EffectFailed, PlacementInfeasible, SettingsError
@@ -74,7 +74,9 @@ class PipelineWorker:
             EffectSpec(index=0, component=name, before=now.components[name], after=target.components[name])
             for name in now.changes_to(target)
         )
-        return tuple(PlaceComponent(self.pipeline, spec) for spec in order_effects(changes, self.pipeline))
+        growth_bytes = growth_room(self, now, self.device().cap_bytes)
+        ordered = order_effects(changes, self, growth_bytes=growth_bytes)
+        return tuple(PlaceComponent(self.pipeline, spec) for spec in ordered)
 
     def commit(self) -> None:
         """Release host copies that the placement in force does not need, and give their memory back to the system."""

@@ -81,6 +81,7 @@ def fastest_placement(
         pinned_bytes_max=_unlimited(model) if pin_budget_bytes is None else pin_budget_bytes,
         host_bytes_max=_unlimited(model),
         allowed=lambda _: True,
+        reachable=lambda _: True,
         num_nodes_max=policy.solver_nodes_max,
         num_simulations_max=policy.simulations_max,
         num_windows=policy.window_levels,

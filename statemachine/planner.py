@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from residency.errors import PlacementInfeasible
@@ -29,6 +30,7 @@ from residency.statemachine.reasons import binding, prices, what_binds
 from residency.statemachine.request_model import MemoryLimit, RequestModel
 from residency.statemachine.room import Room
 from residency.statemachine.timing import timing_record
+from residency.statemachine.transition import transition_peak
 from residency.statemachine.weighing import Rules, Weighed
 
 if TYPE_CHECKING:
@@ -158,6 +160,7 @@ class _Planner:
             pinned_bytes_max=pinned_max,
             host_bytes_max=host_max,
             allowed=lambda digest: digest not in self.forbidden,
+            reachable=partial(_has_way, inputs, max(pinned_max, pinned_bytes(inputs.specs, current))),
             num_nodes_max=policy.solver_nodes_max,
             num_simulations_max=policy.simulations_max,
             num_windows=policy.window_levels,
@@ -301,6 +304,13 @@ def request_model(inputs: PlanInputs, limits: Sequence[PhaseLimit]) -> RequestMo
         limits=tuple(found),
         busy_slowdown=inputs.policy.busy_slowdown,
     )
+
+
+def _has_way(inputs: PlanInputs, pinned_bytes_max: int, target: Placement) -> bool:
+    """Say whether no more is page-locked on the way than may be; the order of effects sees to device memory."""
+    if pinned_bytes_max >= sum(spec.total_bytes for spec in inputs.specs):
+        return True
+    return transition_peak(inputs, inputs.current, target, inputs.cap_bytes).pinned_bytes <= pinned_bytes_max
 
 
 def _least_weights(choices: Sequence[Sequence[Family]], limit: PhaseLimit) -> int:

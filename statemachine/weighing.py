@@ -60,12 +60,14 @@ class Rules:
 
     tolerance: of a least time the ns by which another may exceed it and still count as equally fast. pinned_bytes_max:
     of all host copies. host_bytes_max: host memory that going there takes anew. allowed: by digest.
+    reachable: whether there is room for the way there, too.
     """
 
     tolerance: Callable[[int], int]
     pinned_bytes_max: int
     host_bytes_max: int
     allowed: Callable[[str], bool]
+    reachable: Callable[[Placement], bool]
     num_nodes_max: int
     num_simulations_max: int
     num_windows: int
@@ -127,7 +129,8 @@ class Weigher:
         self.num_weighed += 1
         limit_ns = self.limit_ns
         enough_ns = None if limit_ns is None else round(limit_ns * (1 + _SLOWER))
-        found = self.weigh(placement, parts, enough_ns=enough_ns) if self.rules.allowed(digest) else None
+        may_be = self.rules.allowed(digest) and self.rules.reachable(placement)
+        found = self.weigh(placement, parts, enough_ns=enough_ns) if may_be else None
         if found is None:
             self._refused.add(digest)
         else:

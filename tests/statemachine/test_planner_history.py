@@ -11,6 +11,7 @@ from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 from residency.gpu.records import PhaseRecord, RequestKind
 from residency.gpu.workload import Workload
 from residency.statemachine.constraints import extrapolate
+from residency.statemachine.joint import make_joint_plan
 from residency.statemachine.observed import loops
 from residency.statemachine.planner import fit_probe, make_plan, predict
 from residency.statemachine.policy import GIB, Policy
@@ -279,3 +280,36 @@ def test_a_component_that_was_whole_for_a_change_of_its_weights_keeps_room_for_t
     plan = make_plan(merging)
     assert plan.placement.components["encoder"] != RESIDENT
     assert all(phase.peak_bytes <= phase.limit_bytes for phase in plan.prediction.phases)
+
+
+# 17, the other way round: measured while the component was offloaded whole, the merge looks as if it cost nothing.
+def test_a_merge_that_was_measured_under_whole_offload_is_charged_in_full_to_one_that_streams(build: Build) -> None:
+    specs = (build.spec("encoder", 5 * GIB), build.spec("transformer", 20 * GIB, layers=(GIB,) * 19))
+    current = build.placement(specs)
+    record = build.record(specs, current, activations={"encoder": GIB, "transformer": GIB})
+    whole = PhaseRecord(
+        key="whole:transformer",
+        active=(),
+        lingering=None,
+        allocated_peak_bytes=22 * GIB,
+        reserved_peak_bytes=22 * GIB,
+        duration_ns=0,
+        num_occurrences=1,
+        whole=("transformer",),
+    )
+    inputs = build.inputs(cap=22 * GIB, specs=specs, records=(replace(record, phases=(*record.phases, whole)),))
+    layerwise = ComponentPlacement(mode=Mode.LAYERWISE_OFFLOAD, tier=HostTier.PINNED, num_slots=2)
+    assert peak("whole:transformer", inputs, build.placement(specs, transformer=layerwise)) == 22 * GIB
+    plan = make_plan(inputs)
+    others = specs[0].device_bytes(plan.placement.components["encoder"], in_use=False)
+    assert others == 0, "2 GiB are beside the whole transformer, and no more"
+
+
+# 18. A rank without timing made all others fall back to ordering by bytes.
+def test_a_rank_without_timing_leaves_the_others_theirs(build: Build) -> None:
+    timed = build.inputs(cap=300 * 2**20)
+    blind = replace(timed, records=(build.failed(timed.records[0], last="use:transformer"),))
+    joint = make_joint_plan([timed, blind], ["one", "other"])
+    assert joint.plans[0] == make_plan(timed) and joint.plans[0].prediction.timed
+    assert not joint.plans[1].prediction.timed
+    assert joint.duration_ns == joint.plans[0].prediction.duration_ns
