@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from benchmarks.request_time_shards import OURS, RESIDENT, Mode, Settings
+from benchmarks.request_time_shards import OURS, PLANNED, RESIDENT, Mode, Settings
 from residency.gpu.placement import Placement
 from residency.gpu.specs import ComponentSpec
 
@@ -114,7 +114,7 @@ def figures(document: Document) -> list[Figure]:
         resident = _resident(run["rows"]) or _resident(by_group[group])
         for row in run["rows"]:
             mode = Mode(kind=row["kind"], cap_bytes=row["cap_bytes"])
-            if mode.kind in (RESIDENT, OURS) or mode.is_peer:
+            if mode.kind in (RESIDENT, *PLANNED) or mode.is_peer:
                 found.append(_figure(row, group, resident, run["rows"], by_group[group]))
     return found
 

@@ -19,7 +19,7 @@ from residency.statemachine.request_model import RequestModel
 from residency.statemachine.timeline import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from residency.statemachine.time_phase import ComponentUse
 
@@ -48,8 +48,19 @@ class Planned:
         return {**plain, "placement_digest": self.placement.digest}
 
 
-def plan(resident: Mapping[str, Any], *, link: Mapping[str, Any], cap_bytes: int) -> Planned:
-    """Return the placement that is simulated fastest under a cap. `resident`, `link`: the rows of those modes.
+def fastest(model: RequestModel) -> Placement:
+    """Return the placement that is simulated fastest. Raises PlacementInfeasible."""
+    return fastest_placement(model)[0]
+
+
+def plan(
+    resident: Mapping[str, Any],
+    *,
+    link: Mapping[str, Any],
+    cap_bytes: int,
+    choose: Callable[[RequestModel], Placement] = fastest,
+) -> Planned:
+    """Return the placement that is chosen under a cap. `resident`, `link`: the rows of those modes.
 
     Raises PlacementInfeasible if nothing fits, ValueError if the record cannot be read.
     """
@@ -57,8 +68,9 @@ def plan(resident: Mapping[str, Any], *, link: Mapping[str, Any], cap_bytes: int
     # What a worker gets keeps a reserve beside the measured peaks; what would be possible does not.
     model = request_model(resident, link=link, cap_bytes=cap_bytes, reserve_bytes=Policy().measured_reserve(cap_bytes))
     free = replace(model, reserve_bytes=0)
-    placement, timeline = fastest_placement(model)
+    placement = choose(model)
     search_s = time.perf_counter() - started
+    timeline = simulate(model, placement)
     slowdown = resident.get("busy", {}).get("slowdown")
     busy = None if slowdown is None else slowed(free, slowdown)
     return Planned(
@@ -67,7 +79,7 @@ def plan(resident: Mapping[str, Any], *, link: Mapping[str, Any], cap_bytes: int
         best_bound_ns=best_placement(free)[1].total_ns,
         busy_bound_ns=None if busy is None else placement_bound(busy, placement).total_ns,
         busy_best_bound_ns=None if busy is None else best_placement(busy)[1].total_ns,
-        simulated_ns=simulate(model, placement).request_ns,
+        simulated_ns=timeline.request_ns,
         to_device_bytes=timeline.to_device_bytes,
         search_s=search_s,
     )

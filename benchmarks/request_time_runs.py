@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks.request_time_placing import Planned, plan
+from benchmarks.planner_baseline import bytes_times_uses
+from benchmarks.request_time_placing import Planned, fastest, plan
 from benchmarks.request_time_shards import (
+    BYTES_USES,
     LINK,
-    OURS,
     PACKAGES,
+    PLANNED,
     RESIDENT,
     WEIGHTS,
     Job,
@@ -103,7 +105,7 @@ def run_shard(run: Run, weights: Weights) -> None:
                 return
             weights.folder = made["weights"]["folder"]
         job = Job(mode=mode, settings=settings, weights=weights.folder or "")
-        if mode.kind != OURS:
+        if mode.kind not in PLANNED:
             rows[mode.kind] = run.add(mode, _execute(run, job))
             continue
         planned = _plan(mode, rows)
@@ -137,7 +139,8 @@ def _plan(mode: Mode, rows: dict[str, dict[str, Any]]) -> Planned | str:
     if "specs" not in resident or "link" not in link or mode.cap_bytes is None:
         return "there is no all-resident record, or no link, to plan by"
     try:
-        return plan(resident, link=link, cap_bytes=mode.cap_bytes)
+        choose = bytes_times_uses if mode.kind == BYTES_USES else fastest
+        return plan(resident, link=link, cap_bytes=mode.cap_bytes, choose=choose)
     except Exception as error:  # noqa: BLE001 - a cap that cannot be planned for is a row, too
         return f"no placement: {type(error).__name__}: {error}"
 

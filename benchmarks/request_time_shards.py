@@ -12,6 +12,8 @@ GIB, MIB = 2**30, 2**20
 WEIGHTS, LINK, RESIDENT, OURS = "weights", "link", "resident", "ours"
 MODEL_OFFLOAD, GROUP_BLOCK, GROUP_LEAF = "model-offload", "group-block", "group-leaf"
 MMGP_1, MMGP_2 = "mmgp-1", "mmgp-2"  # its profiles; its licence forbids commercial use, so nothing here needs it
+BYTES_USES = "bytes-times-uses"  # our engine under the placement of a planner that knows nothing of overlap
+PLANNED = (OURS, BYTES_USES)
 PEERS = (GROUP_LEAF, MMGP_1, MMGP_2, GROUP_BLOCK, MODEL_OFFLOAD)  # the slowest last
 PACKAGES = {MMGP_1: "mmgp", MMGP_2: "mmgp"}  # all others are in diffusers
 
@@ -38,7 +40,7 @@ class Mode:
     @property
     def is_peer(self) -> bool:
         """Whether it is somebody else's way of serving under a cap."""
-        return self.kind not in (WEIGHTS, LINK, RESIDENT, OURS)
+        return self.kind not in (WEIGHTS, LINK, RESIDENT, *PLANNED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +115,15 @@ def parse_caps(text: str) -> tuple[int, ...]:
 def parse_peers(text: str, caps: tuple[int, ...]) -> tuple[Mode, ...]:
     """Return the peers of 'group-leaf,group-block', each under every cap; 'all' means all, 'none' and '' none.
 
+    'bytes-times-uses', which is another planner for our engine, has to be named.
     Raises ValueError for one that is unknown.
     """
     if text in ("", "none"):
         return ()
     kinds = PEERS if text == "all" else tuple(word.strip() for word in text.split(","))
-    unknown = [kind for kind in kinds if kind not in PEERS]
+    unknown = [kind for kind in kinds if kind not in (*PEERS, BYTES_USES)]
     if unknown:
-        raise ValueError(f"there is no peer {', '.join(unknown)}; known are {', '.join(PEERS)}")
+        raise ValueError(f"there is no peer {', '.join(unknown)}; known are {', '.join((*PEERS, BYTES_USES))}")
     return tuple(Mode(kind=kind, cap_bytes=cap) for cap in caps for kind in kinds)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner_models import GIB, MS, all_resident, component, flux_model, gib, use
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.specs import window_bytes
@@ -16,7 +17,6 @@ from residency.statemachine.bound import pass_bound_ns, placement_bound
 from residency.statemachine.layer_choice import evenly
 from residency.statemachine.request_model import ComponentUse, RequestModel, TimePhase
 from residency.statemachine.timeline import simulate
-from tests.statemachine.flux import GIB, MS, all_resident, component, flux_model, gib, use
 
 
 def layerwise(

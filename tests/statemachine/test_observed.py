@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.planner_models import all_resident, flux_inputs, flux_model
 from residency.gpu.placement import ComponentPlacement, HostTier, Mode
 from residency.gpu.records import RequestKind
 from residency.statemachine.observed import loops
 from residency.statemachine.planner import predict
 from residency.statemachine.request_model import RequestModel
-from tests.statemachine.flux import all_resident, flux_inputs, flux_model
 
 if TYPE_CHECKING:
     from residency.gpu.records import RequestRecord

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.planner_models import GIB, flux_inputs
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 from residency.gpu.records import HostReading
 from residency.statemachine.planner import make_plan, predict
-from tests.statemachine.flux import GIB, flux_inputs
 
 if TYPE_CHECKING:
     from residency.statemachine.plan import Plan

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.planner_models import flux_inputs as measured_inputs
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import Mode
 from residency.gpu.records import HostReading, LinkReading
@@ -15,7 +16,6 @@ from residency.gpu.specs import LayerGroupSpec
 from residency.gpu.workload import Workload
 from residency.statemachine.planner import make_plan, predict
 from residency.statemachine.policy import Policy
-from tests.statemachine.flux import flux_inputs as measured_inputs
 
 if TYPE_CHECKING:
     from residency.gpu.specs import ComponentSpec
