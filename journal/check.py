@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from typing import TYPE_CHECKING
 
 from residency.errors import JournalError, JournalNewer
 from residency.journal.header import foreign
-from residency.journal.schema import APPLICATION_ID, FORMAT, TRIGGERS
+from residency.journal.migrations import definitions, known_format
+from residency.journal.schema import APPLICATION_ID
 from residency.journal.sqlite import FAILURES, cannot_open, connect, driver, explain
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+
+# In what SQLite says of a page that it could not read: a result code, of which the last byte is the kind.
+_CODE = re.compile(r"error code=(\d+)")
+_CORRUPT = 11
 
 
 def check_file(path: Path, *, wait_s: float) -> None:
@@ -57,12 +64,18 @@ def _check(connection: driver.Connection, path: Path) -> None:
     if value_of("PRAGMA application_id") != APPLICATION_ID:
         raise foreign(path)
     found = value_of("PRAGMA user_version")
-    if isinstance(found, int) and found > FORMAT:
-        raise JournalNewer(journal=str(path), found=found, known=FORMAT)
+    if isinstance(found, int) and found > known_format():
+        raise JournalNewer(journal=str(path), found=found, known=known_format())
+    if not isinstance(found, int) or found < 1:
+        raise explain(ValueError(f"malformed: it says that it is of format {found}"), journal=path)
     said = value_of("PRAGMA quick_check(1)")
     if said != "ok":
+        code = _CODE.search(str(said))
+        if code is not None and int(code[1]) & 0xFF != _CORRUPT:
+            raise explain(ValueError(f"disk I/O error (SQLite's result code {code[1]})"), journal=path)
         raise explain(ValueError(f"malformed: {' '.join(str(said).split())}"), journal=path)
     rows = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'trigger'").fetchall()
-    missing = sorted(set(TRIGGERS) - {str(row[0]) for row in rows})
+    expected = {name for kind, name in definitions(found) if kind == "trigger"}
+    missing = sorted(expected - {str(row[0]) for row in rows})
     if missing:
         log.warning("journal %s: triggers are missing (%s); see 'residency verify'", path, ", ".join(missing))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from sqlalchemy import Engine, column, create_engine, event, table
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 from residency.errors import JournalError
+from residency.journal import migrations
 from residency.journal.file_system import shared_file_system
-from residency.journal.schema import CREATE, EVENT_COLUMNS
+from residency.journal.schema import APPLICATION_ID, EVENT_COLUMNS
 from residency.journal.sqlite import connect, driver
 
 if TYPE_CHECKING:
@@ -85,8 +87,10 @@ def create_tables(connection: Connection, meta: dict[str, str]) -> None:
     commit on; in a WAL the header would stay empty until a checkpoint.
     """
     with connection.begin():
-        for statement in CREATE:
+        for statement in chain.from_iterable(migrations.MIGRATIONS):
             connection.exec_driver_sql(statement)
+        for pragma in (f"application_id = {APPLICATION_ID}", f"user_version = {migrations.known_format()}"):
+            connection.exec_driver_sql(f"PRAGMA {pragma}")
         connection.execute(META.insert(), [{"key": key, "value": value} for key, value in meta.items()])
 
 

@@ -29,6 +29,7 @@ class EventType(Enum):
     CONTROL = "control"  # a control request and its outcome
     SERVING = "serving"  # the worker is ready, under which placement
     STOPPED = "stopped"  # the worker ended in an orderly way, or by a signal
+    RANKS = "ranks"  # what this rank told the others of its group, or found out about them
     PRUNED = "pruned"  # older events of the stream were removed; says which, and what the chain was around them
     QUARANTINE_CLEARED = "quarantine.cleared"  # an operator forgave what was held against placements so far
 

@@ -11,7 +11,7 @@ from residency.errors import JournalError
 from residency.journal.events import EventType
 from residency.journal.lines import FORMAT_NAME, VERSION, End, Header, Line, blob_line, encode_line, event_line
 from residency.journal.meta import DIGEST_KEY, STREAMS_KEY
-from residency.journal.schema import FORMAT
+from residency.journal.migrations import known_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def export(reader: Exportable, out: IO[bytes], *, streams: Sequence[str] | None 
 
 def _header(meta: dict[str, str], streams: list[str] | None) -> Header:
     own = {key: value for key, value in sorted(meta.items()) if key not in (STREAMS_KEY, DIGEST_KEY)}
-    return Header(format=FORMAT_NAME, version=VERSION, journal_format=FORMAT, meta=own, streams=streams)
+    return Header(format=FORMAT_NAME, version=VERSION, journal_format=known_format(), meta=own, streams=streams)
 
 
 def _events(reader: Exportable, wanted: frozenset[str] | None, last: int) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from residency.journal.findings import Finding, FindingKind
 from residency.journal.location import beside
 from residency.journal.meta import DIGEST_KEY, STREAMS_KEY, meta_digest
-from residency.journal.schema import FORMAT, INDEXES, TABLES, TRIGGERS, normal_sql
+from residency.journal.migrations import as_defined, definitions, known_format
 from residency.journal.wal import unreachable
 
 if TYPE_CHECKING:
@@ -22,23 +22,6 @@ _PROBLEMS_MAX = 20
 # Between two looks at a WAL that seems damaged: one that is being written does not look the same twice.
 _WAL_PAUSE_S = 0.05
 
-# What SQLite itself makes: for AUTOINCREMENT, and an index for each constraint that needs one.
-_MADE_BY_SQLITE: dict[tuple[str, str], tuple[str, str | None]] = {
-    ("table", "sqlite_sequence"): ("sqlite_sequence", "CREATE TABLE sqlite_sequence(name,seq)"),
-    ("index", "sqlite_autoindex_events_1"): ("events", None),
-    ("index", "sqlite_autoindex_events_2"): ("events", None),
-    ("index", "sqlite_autoindex_blobs_1"): ("blobs", None),
-    ("index", "sqlite_autoindex_meta_1"): ("meta", None),
-}
-
-# (type, name) -> its table and its statement, of everything that a journal's file defines.
-_EXPECTED: dict[tuple[str, str], tuple[str, str | None]] = {
-    **{("table", name): (name, normal_sql(sql)) for name, sql in TABLES.items()},
-    **{("index", name): (name.partition("_")[0], normal_sql(sql)) for name, sql in INDEXES.items()},
-    **{("trigger", name): (name.partition("_")[0], normal_sql(sql)) for name, sql in TRIGGERS.items()},
-    **_MADE_BY_SQLITE,
-}
-
 
 def integrity(reader: JournalReader) -> Iterator[Finding]:
     """Yield what SQLite itself finds damaged. Raises JournalCorrupt."""
@@ -51,23 +34,25 @@ def integrity(reader: JournalReader) -> Iterator[Finding]:
 
 def schema(reader: JournalReader) -> Iterator[Finding]:
     """Yield which tables, indexes and triggers are missing, altered, or not ours. Raises JournalCorrupt."""
-    found: dict[tuple[str, str], tuple[str, str | None]] = {}
-    for kind, name, of_table, root, sql in reader.query(
-        "SELECT type, name, tbl_name, rootpage, sql FROM sqlite_schema"
-    ):
+    version = int(reader.query("PRAGMA user_version")[0][0] or 0)
+    if not 1 <= version <= known_format():
+        text = f"the file says that it is of format {version}, not {known_format()}"
+        yield Finding(kind=FindingKind.SCHEMA, text=text)
+        version = known_format()
+    # Of an older format it is as it should be: the next writer brings it up to date.
+    expected = definitions(version)
+    rows = reader.query("SELECT type, name, tbl_name, sql, rootpage FROM sqlite_schema")
+    for kind, name, _, _, root in rows:
         if kind == "trigger" and root != 0:
             yield Finding(kind=FindingKind.SCHEMA, text=f"trigger {name!s} has a page of its own")
-        found[str(kind), str(name)] = str(of_table), None if sql is None else normal_sql(str(sql))
-    for (kind, name), expected in _EXPECTED.items():
+    found = as_defined(row[:4] for row in rows)
+    for (kind, name), made in expected.items():
         if (kind, name) not in found:
             yield Finding(kind=FindingKind.SCHEMA, text=f"{kind} {name} is missing")
-        elif found[kind, name] != expected:
+        elif found[kind, name] != made:
             yield Finding(kind=FindingKind.SCHEMA, text=f"{kind} {name} is not as it was made")
-    for kind, name in sorted(found.keys() - _EXPECTED.keys()):
+    for kind, name in sorted(found.keys() - expected.keys()):
         yield Finding(kind=FindingKind.SCHEMA, text=f"{kind} {name} is not one of ours")
-    version = int(reader.query("PRAGMA user_version")[0][0] or 0)
-    if version != FORMAT:
-        yield Finding(kind=FindingKind.SCHEMA, text=f"the file says that it is of format {version}, not {FORMAT}")
 
 
 def meta(reader: JournalReader) -> Iterator[Finding]:

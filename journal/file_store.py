@@ -14,10 +14,11 @@ from residency.errors import JournalCorrupt, JournalError
 from residency.journal.check import check_file
 from residency.journal.engine import META, make_engine, use_wal
 from residency.journal.files import create_journal, make_folder, set_aside
-from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open, unusable
+from residency.journal.header import FileKind, check_readable, foreign, inspect, note_closed, note_open, unusable
 from residency.journal.insert import Prepared, hash_at
 from residency.journal.location import beside, journal_path, lock_path
 from residency.journal.locks import FileLock, StreamLock, hold_stream
+from residency.journal.migrations import migrate
 from residency.journal.reader import JournalReader
 from residency.journal.rewrite import Rewrite
 from residency.journal.sqlite import FAILURES, abandon, explain, warn_if_unsafe
@@ -128,8 +129,17 @@ class FileStore:
             self._create()
         try:
             self._open_existing()
+        except JournalCorrupt:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Set the file aside if it is damaged: a disk that failed a moment looks like that, too."""
+        self._disconnect()
+        try:
+            self._open_existing()
         except JournalCorrupt as damaged:
             self._disconnect()
+            check_readable(self.path)
             self.set_aside = self._set_aside("corrupt")
             log.warning("%s; it was set aside as %s and a new one is begun", damaged, self.set_aside)
             self._create()
@@ -154,6 +164,7 @@ class FileStore:
             use_wal(connection, self.path)
             # The transaction is IMMEDIATE: a file that cannot be written fails here, and not in mid-round.
             with connection.begin():
+                migrate(connection, self.path)
                 self._journal_id = connection.execute(
                     select(META.c.value).where(META.c.key == "journal_id")
                 ).scalar_one()

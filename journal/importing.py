@@ -12,7 +12,7 @@ from residency.journal.events import EventType, named_blob, payload
 from residency.journal.hashing import blob_digest
 from residency.journal.lines import FORMAT_NAME, VERSION, Blob, End, Header, Row, blob_content, decode_line, event_of
 from residency.journal.meta import STREAMS_KEY, with_digest
-from residency.journal.schema import FORMAT
+from residency.journal.migrations import known_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,7 +110,11 @@ class _Importing:
     def _begin(self, header: Header) -> None:
         if header.format != FORMAT_NAME:
             raise ValueError(f"is of format {header.format!r}, not {FORMAT_NAME!r}")
-        for name, found, known in (("export", header.version, VERSION), ("journal", header.journal_format, FORMAT)):
+        known_journal = known_format()
+        for name, found, known in (
+            ("export", header.version, VERSION),
+            ("journal", header.journal_format, known_journal),
+        ):
             if found > known:
                 raise JournalNewer(journal=f"of the export, {name}", found=found, known=known)
         if "journal_id" not in header.meta:

@@ -91,7 +91,11 @@ class FileLock:
         """Give the lock back. A second call is a no-op."""
         # Without asking whether it is held: an interrupt may have come between taking it and noting so.
         if self._descriptor is not None:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            except OSError:
+                # What was done under the lock is done: no error of it. Closed, the file lets go, too.
+                self.close()
 
     def close(self) -> None:
         """Give the lock back and close the file. A second call is a no-op."""

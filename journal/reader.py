@@ -13,8 +13,9 @@ from residency.errors import JournalCorrupt, JournalError, JournalNewer
 from residency.journal.hashing import Column, blob_digest
 from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open, num_open
 from residency.journal.location import driver_missing, is_server, journal_path, shown_location
+from residency.journal.migrations import known_format
 from residency.journal.rows import Hashes, Row, Types, event_of_row
-from residency.journal.schema import APPLICATION_ID, EVENT_COLUMNS, FORMAT
+from residency.journal.schema import APPLICATION_ID, EVENT_COLUMNS
 from residency.journal.source import WAIT_S, Source, open_source
 from residency.journal.sqlite import FAILURES, abandon, driver, explain, lenient_text
 
@@ -296,8 +297,8 @@ class JournalReader:
         if self.query("PRAGMA application_id")[0][0] != APPLICATION_ID:
             raise foreign(self.path)
         found = int(self.query("PRAGMA user_version")[0][0] or 0)
-        if found > FORMAT:
-            raise JournalNewer(journal=str(self.path), found=found, known=FORMAT)
+        if found > known_format():
+            raise JournalNewer(journal=str(self.path), found=found, known=known_format())
         self.query("SELECT max(position) FROM events")
 
     def _page(

@@ -12,7 +12,8 @@ from residency.journal.engine import BLOBS, EVENTS, META
 from residency.journal.events import Event, EventType
 from residency.journal.fold import pruned_of
 from residency.journal.insert import Prepared, highest_given, insert_events
-from residency.journal.schema import EVENT_COLUMNS, TRIGGERS, normal_sql
+from residency.journal.migrations import triggers
+from residency.journal.schema import EVENT_COLUMNS, normal_sql
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,10 +56,10 @@ class Rewrite:
             JournalCorrupt: one is missing, or not as it was made, before or after.
         """
         self._check_triggers()
-        for name in TRIGGERS:
+        for name in triggers():
             self._connection.exec_driver_sql(f"DROP TRIGGER {name}")
         yield
-        for sql in TRIGGERS.values():
+        for sql in triggers().values():
             self._connection.exec_driver_sql(sql)
         self._check_triggers()
 
@@ -159,7 +160,7 @@ class Rewrite:
     def _check_triggers(self) -> None:
         rows = self._connection.exec_driver_sql("SELECT name, sql FROM sqlite_schema WHERE type = 'trigger'").all()
         found = {str(name): normal_sql(str(sql)) for name, sql in rows}
-        expected = {name: normal_sql(sql) for name, sql in TRIGGERS.items()}
+        expected = triggers()
         wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
         if wrong:
             raise JournalCorrupt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # "RsJ1" in the header of the file, so that a journal is known without being parsed.
 APPLICATION_ID = 0x52734A31
+# Of the file; the migrations are numbered by it.
 FORMAT = 1
 
 # In the order of the table and of the fields of Event. `hash` is last: it covers every column before it.
@@ -120,15 +121,6 @@ TRIGGERS: dict[str, str] = {
 }
 
 TABLES: dict[str, str] = {"events": _EVENTS, "blobs": _BLOBS, "meta": _META}
-
-# What makes an empty file a journal, in order; all of it in one transaction.
-CREATE: tuple[str, ...] = (
-    *TABLES.values(),
-    *INDEXES.values(),
-    *TRIGGERS.values(),
-    f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {FORMAT}",
-)
 
 
 def normal_sql(sql: str) -> str:

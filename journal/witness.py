@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import TYPE_CHECKING
 
 from residency.journal.files import set_head_aside
-from residency.journal.head import HeadUnreadable, advance_head, contradictions, read_head
+from residency.journal.head import Head, HeadUnreadable, advance_head, contradictions, read_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,16 +29,33 @@ def check_witness(
     """Compare the witness beside a path with the journal; one that contradicts it is told, and kept under another name.
 
     Raises:
-        OSError: it cannot be kept.
+        OSError: it cannot be kept, or the disk fails where it is.
     """
     try:
-        head = read_head(path)
+        head = _read(path)
         problems = () if head is None else contradictions(head, journal_id=journal_id, hash_at=hash_at)
     except HeadUnreadable as error:
+        if _is_failing(error):
+            # It may be whole, and what it says must not be written over unread.
+            raise OSError(errno.EIO, f"the head witness cannot be read: {error}") from error
         problems = (f"the head witness cannot be read: {error}",)
     if problems:
         kept = set_head_aside(path, now_ns=clock_ns())
         log.warning("journal %s: %s; the witness is kept as %s", journal, "; ".join(problems), kept)
+
+
+def _read(path: Path) -> Head | None:
+    try:
+        return read_head(path)
+    except HeadUnreadable as error:
+        if _is_failing(error):
+            return read_head(path)  # a disk may fail for a moment
+        raise
+
+
+def _is_failing(error: HeadUnreadable) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def write_witness(path: Path, journal_id: str, last: Event) -> None:
