@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from residency.manager import Manager as Manager
     from residency.manager import attach as attach
     from residency.manager import limit_device as limit_device
+    from residency.ranks import Ranks as Ranks
     from residency.report import Decision as Decision
     from residency.report import Report as Report
     from residency.statemachine.policy import Policy as Policy
+    from residency.statemachine.ranks import RankLimits as RankLimits
 
 _EXPORTS = {
     "ComponentPlacement": "residency.gpu.placement",
@@ -26,6 +28,8 @@ _EXPORTS = {
     "Mode": "residency.gpu.placement",
     "Placement": "residency.gpu.placement",
     "Policy": "residency.statemachine.policy",
+    "RankLimits": "residency.statemachine.ranks",
+    "Ranks": "residency.ranks",
     "Report": "residency.report",
     "ResidencyError": "residency.errors",
     "Workload": "residency.gpu.workload",
@@ -40,6 +44,8 @@ __all__ = [
     "Mode",
     "Placement",
     "Policy",
+    "RankLimits",
+    "Ranks",
     "Report",
     "ResidencyError",
     "Workload",

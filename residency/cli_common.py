@@ -35,6 +35,7 @@ WORKER = {
     70: "a rollback failed, where the weights are is unknown",
     71: "the device is lost to the process: a sticky CUDA error, or a broken allocator",
     72: "no placement fits under the cap",
+    73: "a rank cannot learn what all decided, or waits for one that is gone",
 }
 
 

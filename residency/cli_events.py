@@ -87,6 +87,10 @@ def _other(kind: str, data: dict[str, Any]) -> str:
         return f"{data.get('decision')}, placement {short(data.get('placement'))}"
     if kind == "poisoned":
         return f"the device is lost while {data.get('state')}; nothing is moved back: {data.get('problem')}"
+    if kind == "ranks":
+        digest = f" with plan {short(data['digest'])}" if data.get("digest") else ""
+        why = f": {data['why']}" if data.get("why") else ""
+        return f"{data.get('what')}{digest}{why}"
     if kind == "control":
         outcome = data.get("outcome", {})
         return f"{outcome.get('verb')}: {outcome.get('outcome')}: {outcome.get('reason')}"

@@ -16,6 +16,7 @@ from residency.errors import (
     PipelineBusy,
     PlacementInfeasible,
     ProcessPoisoned,
+    RankFailed,
     RollbackFailed,
     SettingsError,
     StaleRequest,
@@ -105,7 +106,7 @@ class Control:
             # Not remembered: the same request may be served once the reason is gone.
             word = "stale" if isinstance(error, StaleRequest) else "busy"
             return self._answer(asked, Outcome.REFUSED, f"{word}: {error}")
-        except (EffectFailed, JournalError, PlacementInfeasible) as error:
+        except (EffectFailed, JournalError, PlacementInfeasible, RankFailed) as error:
             outcome, reason = Outcome.REFUSED, str(error)
         except (RollbackFailed, ProcessPoisoned) as error:
             failed = Outcome.ROLLBACK_FAILED if isinstance(error, RollbackFailed) else Outcome.POISONED

@@ -6,33 +6,39 @@ import logging
 import time
 import uuid
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from residency.epoch_facts import gate_facts, started_payload
-from residency.errors import EffectFailed, JournalError, PlacementInfeasible, ProcessPoisoned, WarmupFailed
+from residency.epoch_facts import started_payload
+from residency.errors import (
+    EffectFailed,
+    JournalError,
+    ProcessPoisoned,
+    RankFailed,
+    describe,
+)
+from residency.first_rounds import FirstRounds
 from residency.gpu.records import RequestKind
 from residency.journal.events import Draft, EventType
 from residency.journal.fold import fold_stream
 from residency.journal.host import boot_id
 from residency.journal.location import shown_location
 from residency.journal.store import Journal
-from residency.report import Decision, Report
+from residency.report import Report
 from residency.settings import KillSwitch, state_directory
-from residency.sources import calibration, committed_source, first_source, remembered
+from residency.sources import committed_source, remembered
 from residency.statemachine.context import RoundContext
 from residency.statemachine.epoch_log import EpochLog
-from residency.statemachine.gate import Gate, GateReason, check_gate
 from residency.statemachine.machine import RoundMachine
 from residency.statemachine.recovery import closing, decide
 from residency.statemachine.round import Round
 from residency.statemachine.source import RoundResult, Source, SourceKind
-from residency.statemachine.states import SETTLED, State, Trigger
+from residency.statemachine.states import SETTLED, Trigger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from residency.journal.views import RoundView
+    from residency.journal.views import RoundView, StreamView
+    from residency.statemachine.gate import Gate
     from residency.statemachine.recovery import Decision as Recovery
     from residency.statemachine.worker import Interruptible, Observer
     from residency.worker_setup import Setup
@@ -48,6 +54,7 @@ class Epoch:
 
     def __init__(self, setup: Setup, *, interrupts: Interruptible, observer: Observer) -> None:
         self.setup, self.interrupts, self.observer = setup, interrupts, observer
+        self.ranks = setup.ranks
         self.id = str(uuid.uuid4())
         self.journal: Journal | None = None
         self.log: EpochLog | None = None
@@ -55,9 +62,11 @@ class Epoch:
         self.recovery: Recovery | None = None
         self.gate: Gate | None = None
         self.pinned: KillSwitch | None = None
-        self._first_rounds: list[RoundResult] = []
+        self._first_rounds = FirstRounds(self)
         self._stream_lock = ExitStack()
-        self._problem: JournalError | None = None
+        self.problem: JournalError | None = None
+        self.rank_problem: str | None = None
+        self.view: StreamView | None = None
         self._is_begun = False
 
     @property
@@ -71,19 +80,28 @@ class Epoch:
         Raises RollbackFailed, ProcessPoisoned, PlacementInfeasible, and what interrupts the process, after rolling
         back.
         """
+        try:
+            return self._start()
+        except BaseException as error:
+            # The others must not wait for what this one can no longer do.
+            self.ranks.abort(describe(error), pinned=False, error=error)
+            raise
+
+    def _start(self) -> Report:
         begun = time.perf_counter()
+        self._join()
         self._open()
         self._recover()
         self._begin()
         self.observer.working("placing the weights where they start from")
         self.setup.worker.place(self.setup.initial)
-        decision, reason, error = self._decide()
+        decision, reason, error = self._first_rounds.decide()
         if self.pinned is not None:
             # Thrown after the pipeline was attached, it is hooked for rounds that will not come.
             self.setup.worker.pipeline.minimize()
         ready_ms = (time.perf_counter() - begun) * 1e3
         journal_ms = 0.0 if self.journal is None else self.journal.spent_ns / 1e6
-        records = [record for result in self._first_rounds for record in result.records]
+        records = [record for result in self._first_rounds.results for record in result.records]
         report = Report(
             decision=decision,
             reason=reason,
@@ -98,7 +116,7 @@ class Epoch:
             error=error,
         )
         figures = {"ready_ms": round(ready_ms, 3), "journal_ms": round(journal_ms, 3)}
-        self._note(
+        self.note(
             EventType.SERVING,
             {
                 "placement": report.placement.digest,
@@ -119,6 +137,7 @@ class Epoch:
             outside = {"outside": dict(figures)} if figures and any(figures.values()) else {}
             self._say_stopped({"reason": reason, "signal": signal, **outside})
         finally:
+            self.ranks.close()
             self._stream_lock.close()
             if self.journal is not None:
                 self.journal.close()
@@ -128,13 +147,14 @@ class Epoch:
         """Run one round. Raises what `Round.run` raises; PlacementInfeasible too."""
         assert self.log is not None and self.journal is not None, "no round without a journal"
         self.journal.keep()
-        number = self._next_number()
-        if self.machine.state in SETTLED:
-            self._leave_settled(number)
-        self.machine = RoundMachine(number, self.machine.state)
-        result = Round(self._context(self.log), number=number, machine=self.machine, source=source).run()
+        about = f"{source.kind.value} from round {source.from_round}"
+        with self.ranks.round(self._next_number(), about=about, log=self.log) as number:
+            if self.machine.state in SETTLED:
+                self._leave_settled(number)
+            self.machine = RoundMachine(number, self.machine.state)
+            result = Round(self._context(self.log), number=number, machine=self.machine, source=source).run()
         if self.log.failure is not None:
-            self._lose_journal(self.log.failure)
+            self.lose_journal(self.log.failure)
         if result.pinned:
             # A round that somebody asked for went back to what was committed before it; a kill switch goes further.
             self.take_back()
@@ -148,7 +168,7 @@ class Epoch:
         result = None
         if self.setup.worker.placement != self.setup.initial:
             result = self._return_to_initial()
-        self._pin()
+        self.pin()
         return result
 
     def _return_to_initial(self) -> RoundResult | None:
@@ -163,7 +183,7 @@ class Epoch:
             except (EffectFailed, JournalError):
                 if self.log.failure is None:
                     raise
-                self._lose_journal(self.log.failure)
+                self.lose_journal(self.log.failure)
         # A switch that hung on a journal would fail just when things go wrong.
         self.setup.worker.place(self.setup.initial)
         self.machine = RoundMachine(self.machine.round_number)
@@ -171,7 +191,7 @@ class Epoch:
 
     def poisoned(self, problem: str) -> ProcessPoisoned:
         """Journal that the device was lost to this process outside of rounds, and return the error that says so."""
-        self._note(EventType.POISONED, {"problem": problem, "state": self.machine.state.value})
+        self.note(EventType.POISONED, {"problem": problem, "state": self.machine.state.value})
         return ProcessPoisoned(round_number=0, problem=problem)
 
     def remembered(self) -> tuple[RoundView, ...]:
@@ -186,16 +206,24 @@ class Epoch:
 
     # Before the first round.
 
+    def _join(self) -> None:
+        """Wait for the other ranks, and take the epoch that they share; what goes wrong is remembered, never raised."""
+        try:
+            self.id = self.ranks.join(self.id)
+        except RankFailed as error:
+            log.warning("%s", error)
+            self.rank_problem = str(error)
+
     def _open(self) -> None:
         """Open the journal and take the stream; what goes wrong is remembered, never raised."""
         try:
             wait_s = self.setup.policy.journal_wait_s
             self.journal = Journal.open(self.setup.journal, wait_s=wait_s, state_folder=state_directory())
             self._stream_lock.callback(self.journal.hold(self.setup.stream).release)
-            self.log = EpochLog(self.journal, stream=self.setup.stream, epoch=self.id)
+            self.log = EpochLog(self.journal, stream=self.setup.stream, epoch=self.id, rank=self.ranks.rank)
         except JournalError as error:
             log.warning("%s", error)
-            self._problem = error
+            self.problem = error
 
     def _recover(self) -> None:
         """Close what earlier epochs left open, and decide what to do about it."""
@@ -208,9 +236,9 @@ class Epoch:
                 view, boot_id=boot_id(), now_ns=time.time_ns(), by_epoch=self.id, policy=self.setup.policy
             ):
                 self.journal.append(one.drafts, stream=stream, epoch=one.epoch, rank=one.rank, witness=True)
-            view = fold_stream(self.journal.events(stream=stream), stream)
+            self.view = view = fold_stream(self.journal.events(stream=stream), stream)
         except JournalError as error:
-            self._lose_journal(error)
+            self.lose_journal(error)
             return
         self.recovery = decide(
             view,
@@ -228,91 +256,7 @@ class Epoch:
                 self.log.append(Draft(type=EventType.EPOCH_STARTED, round=0, payload=payload, blobs=blobs))
                 self._is_begun = True
             except JournalError as error:
-                self._lose_journal(error)
-
-    def _decide(self) -> tuple[Decision, str, str | None]:
-        """Return what was decided, in a word and in a line, and the error behind it."""
-        switch = self.setup.switch()
-        if switch is not None:
-            self._pin()
-            return Decision.PINNED, f"the kill switch {switch.by} is on ({switch.value!r})", None
-        self.gate = check_gate(gate_facts(self.setup, problem=self._problem, recovery=self.recovery))
-        if self.gate is not None:
-            return self._gated(self.gate)
-        assert self.recovery is not None
-        return self._run(self.recovery)
-
-    def _run(self, recovery: Recovery) -> tuple[Decision, str, str | None]:
-        assert self.journal is not None
-        initial = self.setup.initial.digest
-        try:
-            source = first_source(self.journal, recovery, initial=initial)
-            result = self._first_round(source)
-            if source.kind is SourceKind.JOURNAL and result.state is State.ROLLED_BACK and self.log is not None:
-                log.warning("the restore was rolled back (%s); calibrating", result.reason)
-                result = self._first_round(calibration(recovery, initial=initial, after=result))
-            if _pin_was_refused(result) and self.log is not None:
-                log.warning("the host refuses to page-lock what was planned (%s); planning without", result.reason)
-                self.setup.worker.refuse_pins()
-                result = self._first_round(calibration(recovery, initial=initial))
-            result = self._until_something_runs(result, recovery)
-        except JournalError as error:
-            # Before the round's first step: nothing has moved.
-            self._lose_journal(error)
-            return self._gated_without_journal()
-        return self._told(result, recovery)
-
-    def _until_something_runs(self, result: RoundResult, recovery: Recovery) -> RoundResult:
-        """Where not even the initial placement can serve, try what else may fit, a few times; else no start.
-
-        Raises PlacementInfeasible, also from the planner once nothing is left.
-        """
-        tried: list[str] = []
-        while self.log is not None and self.pinned is None and _cannot_serve(result):
-            if result.target is None or len(tried) >= self.setup.policy.replans_max:
-                peak = max((record.reserved_peak_bytes for record in result.records), default=0)
-                cap_bytes = self.setup.worker.device().cap_bytes
-                raise PlacementInfeasible(
-                    needed_bytes=max(peak, cap_bytes + 1),
-                    cap_bytes=cap_bytes,
-                    bound_by=f"every placement that was tried ({len(tried) + 1}) ran out of memory; the last one",
-                )
-            tried.append(result.target)
-            log.warning("not even the initial placement can serve (%s); trying another", result.reason)
-            source = calibration(recovery, initial=self.setup.initial.digest)
-            result = self._first_round(replace(source, excluded=tuple(sorted({*source.excluded, *tried}))))
-        return result
-
-    def _first_round(self, source: Source) -> RoundResult:
-        result = self.run_round(source)
-        self._first_rounds.append(result)
-        return result
-
-    def _told(self, result: RoundResult, recovery: Recovery) -> tuple[Decision, str, str | None]:
-        error = None if result.error is None else str(result.error)
-        if self.pinned is not None:
-            return Decision.PINNED, f"{result.reason}: {self.pinned.by} is on ({self.pinned.value!r})", error
-        if result.state is State.COMMITTED:
-            restored = result.source is SourceKind.JOURNAL
-            decision = Decision.KEPT if result.kept else Decision.RESTORED if restored else Decision.COMMITTED
-            why = f"{recovery.reason}; {result.reason}" if restored else result.reason
-            return decision, why, error
-        if self.log is None:
-            return Decision.WITHOUT_JOURNAL, f"rolled back, {self._problem}", str(self._problem)
-        if isinstance(result.error, WarmupFailed) and result.plan is None:
-            self.gate = check_gate(gate_facts(self.setup, problem=None, recovery=recovery, failed=result.error))
-            assert self.gate is not None
-            return (*self._gated(self.gate)[:2], error)
-        return Decision.ROLLED_BACK, result.reason, error
-
-    def _gated(self, gate: Gate) -> tuple[Decision, str, str | None]:
-        if gate.reason in (GateReason.JOURNAL_NEWER, GateReason.JOURNAL_UNUSABLE):
-            return self._gated_without_journal()
-        self._note(EventType.GATED, {"reason": gate.reason.value, "detail": gate.detail})
-        return Decision.GATED, gate.text, None if self._problem is None else str(self._problem)
-
-    def _gated_without_journal(self) -> tuple[Decision, str, str | None]:
-        return Decision.WITHOUT_JOURNAL, str(self._problem), str(self._problem)
+                self.lose_journal(error)
 
     # Between rounds.
 
@@ -355,40 +299,35 @@ class Epoch:
             interrupts=self.interrupts,
             observer=self.observer,
             clock=time.monotonic_ns,
+            ranks=self.ranks,
         )
 
-    def _pin(self) -> None:
+    def pin(self) -> None:
+        """Journal that a kill switch holds the machine from now on."""
         # Taken away again meanwhile, it has still ended this life's rounds.
         self.pinned = self.setup.switch() or KillSwitch(by="unknown", value="")
         payload = {"reason": "kill-switch", "by": self.pinned.by, "value": self.pinned.value}
-        self._note(EventType.PINNED, payload)
+        self.note(EventType.PINNED, payload)
 
-    def _lose_journal(self, error: JournalError) -> None:
+    def lose_journal(self, error: JournalError) -> None:
+        """Go on without a journal; the other ranks are told that this one takes part in no more rounds."""
+        self.ranks.part(str(error))
         log.warning("%s", error)
-        self._problem = error
+        self.problem = error
         self.log = None
 
-    def _note(self, kind: EventType, payload: dict[str, Any]) -> None:
+    def note(self, kind: EventType, payload: dict[str, Any]) -> None:
+        """Journal an event that decides nothing."""
         if self.log is not None:
             self.log.note(kind, round_number=self.machine.round_number, payload=payload)
             if self.log.failure is not None:
-                self._lose_journal(self.log.failure)
+                self.lose_journal(self.log.failure)
 
     def _say_stopped(self, payload: dict[str, Any]) -> None:
         """Say how this life ended, even if the journal failed in mid-round: else the next start blames the plan."""
         if self.log is not None:
-            self._note(EventType.STOPPED, payload)
+            self.note(EventType.STOPPED, payload)
         elif self.journal is not None and self._is_begun:
             draft = Draft(type=EventType.STOPPED, round=self.machine.round_number, payload=payload)
             with suppress(JournalError):
-                self.journal.append([draft], stream=self.setup.stream, epoch=self.id)
-
-
-def _cannot_serve(result: RoundResult) -> bool:
-    """Whether a round was rolled back and no request of it succeeded, under whatever placement."""
-    is_memory = bool(result.records) and all(record.out_of_memory for record in result.records)
-    return result.state is State.ROLLED_BACK and is_memory
-
-
-def _pin_was_refused(result: RoundResult) -> bool:
-    return isinstance(result.error, EffectFailed) and isinstance(result.error.__cause__, MemoryError)
+                self.journal.append([draft], stream=self.setup.stream, epoch=self.id, rank=self.ranks.rank)

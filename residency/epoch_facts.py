@@ -17,9 +17,18 @@ if TYPE_CHECKING:
 
 
 def gate_facts(
-    setup: Setup, *, problem: JournalError | None, recovery: Decision | None, failed: WarmupFailed | None = None
+    setup: Setup,
+    *,
+    problem: JournalError | None,
+    recovery: Decision | None,
+    failed: WarmupFailed | None = None,
+    rank_problem: str | None = None,
 ) -> Facts:
-    """Return what the gate looks at. problem: why there is no journal. failed: what the warmup did, once tried."""
+    """Return what the gate looks at.
+
+    problem: why there is no journal. failed: what the warmup did, once tried. rank_problem: why the ranks did not come
+    together.
+    """
     movable = [spec for spec in setup.worker.specs if spec.name not in setup.configured and len(spec.modes) > 1]
     is_quarantined = recovery is not None and recovery.kind is DecisionKind.QUARANTINED
     return Facts(
@@ -27,6 +36,7 @@ def gate_facts(
         journal_newer=str(problem) if isinstance(problem, JournalNewer) else None,
         journal_problem=None if problem is None or isinstance(problem, StreamInUse) else str(problem),
         num_ranks=setup.num_ranks,
+        rank_problem=rank_problem,
         has_warmup=setup.has_warmup,
         has_workload=setup.workload is not None,
         num_movable=len(movable),

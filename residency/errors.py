@@ -19,6 +19,8 @@ ResidencyError                      exit code of a worker that ends with it
 |-- RollbackFailed                  70  the placement is unknown; the process must exit
 |-- ProcessPoisoned                 71  this process can never use the device again; it must exit
 |-- PlacementInfeasible             72  no placement fits, or the cap is too small
+|-- RoundUndecided                  73  what the ranks decided cannot be known here; the process must exit
+|-- RankFailed                      1   another rank failed, was silent, or disagreed
 |-- OutsideEnvelope                 1   a request is larger than the placement in force holds for, and refused
 |-- MeasurementRefused              1   what was measured is absurd or contradicts itself; nothing is planned from it
 `-- WarmupFailed                    1   the worker's warmup raised, or returned nothing
@@ -274,6 +276,39 @@ class OutsideEnvelope(ResidencyError):
             "in force holds for; make it smaller, or attach with that shape in workloads=",
             units=units,
             units_max=units_max,
+        )
+
+
+class RankFailed(ResidencyError):
+    """Raised when another rank of the group failed, was silent, or disagreed: nobody commits.
+
+    rank: which one; None if that cannot be told. pinned: because of a kill switch there.
+    """
+
+    def __init__(self, *, rank: int | None, problem: str, pinned: bool) -> None:
+        who = "the ranks did not get through it together" if rank is None else f"rank {rank} ended it"
+        super().__init__(
+            f"{who}: {problem}; if one of them is gone, restart all",
+            rank=rank,
+            problem=problem,
+            pinned=pinned,
+        )
+
+
+class RoundUndecided(ResidencyError):
+    """Raised when this rank has voted and cannot learn what was decided; others may have committed.
+
+    The process must exit: which placement the others serve is unknown here. The next start finds out.
+    """
+
+    exit_code = 73
+
+    def __init__(self, *, round_number: int, problem: str) -> None:
+        super().__init__(
+            f"round {round_number}: this rank has voted, and cannot learn what was decided ({problem}); "
+            "end this process and restart all ranks, which then agree on what their journals say",
+            round_number=round_number,
+            problem=problem,
         )
 
 

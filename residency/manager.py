@@ -21,6 +21,7 @@ from residency.errors import (
     PlacementInfeasible,
     ProcessPoisoned,
     RollbackFailed,
+    RoundUndecided,
     SettingsError,
 )
 from residency.gpu.devices import limit_device as limit
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from residency.gpu.hazards import Hazard
     from residency.gpu.placement import Mode, Placement
     from residency.gpu.workload import Workload
+    from residency.ranks import Ranks
     from residency.report import Report
     from residency.statemachine.hint import Hint
     from residency.statemachine.source import RoundResult
@@ -78,6 +80,7 @@ def attach(
     tolerance: float | None = None,
     policy: Policy | None = None,
     observer: Observer | None = None,
+    ranks: Ranks | None = None,
     workloads: Sequence[Workload] = (),
     outside: str | Outside = Outside.ALLOW,
 ) -> Manager:
@@ -94,6 +97,7 @@ def attach(
     that still counts as the same, if bit for bit is too strict. workloads: further default shapes (the first of all is
     the one whose time counts; all of them must fit in memory). outside: what is done about a request that is larger
     than what the placement holds for: 'allow', 'refuse' with OutsideEnvelope, or 'recalibrate' for it first.
+    ranks: the processes that run this pipeline together, each attaching its part.
 
     Raises SettingsError and its kin (exit code 2) for what cannot be used, PlacementInfeasible (72) if even the
     smallest form of a component is over the cap.
@@ -111,6 +115,7 @@ def attach(
         identity=identity,
         tolerance=tolerance,
         policy=policy or Policy(),
+        ranks=ranks,
         workloads=workloads,
         outside=outside,
     )
@@ -133,7 +138,7 @@ class Manager:
         self._starting = threading.Lock()
         self._report: Report | None = None
         self._is_ended = False
-        self._failure: RollbackFailed | ProcessPoisoned | None = None
+        self._failure: RollbackFailed | ProcessPoisoned | RoundUndecided | None = None
         self._gave_up = False
 
     @property
@@ -166,8 +171,9 @@ class Manager:
         """Place the weights, restore or calibrate, and return what was decided; the worker is ready then.
 
         A second call returns the same report. Blocks for as long as the warmups take.
-        Raises RollbackFailed (70) and ProcessPoisoned (71), after which the process must end, PlacementInfeasible (72),
-        PipelineBusy; SIGTERM and SIGINT in mid-round roll back first and then end the process as they would have.
+        Raises RollbackFailed (70), ProcessPoisoned (71) and RoundUndecided (73), after which the process must end,
+        PlacementInfeasible (72), PipelineBusy; SIGTERM and SIGINT in mid-round roll back first and then end the process
+        as they would have.
         """
         self._refuse_inside_a_round("start()")
         with self._starting:
@@ -285,7 +291,9 @@ class Manager:
 
     def _stop_if_fatal(self, error: Exception) -> None:
         """Serve nobody any more after an error for which the process must end; raise it, in its own words."""
-        if isinstance(error, RollbackFailed) or (isinstance(error, ProcessPoisoned) and error.fields["round_number"]):
+        if isinstance(error, (RollbackFailed, RoundUndecided)) or (
+            isinstance(error, ProcessPoisoned) and error.fields["round_number"]
+        ):
             self._failure = error  # journaled by the round that it ended
         else:
             self._lose(error)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from residency.admission import Outside
-from residency.errors import ModeUnavailable, SettingsError, UnknownComponent
+from residency.errors import ModeUnavailable, SettingsError, UnknownComponent, describe
 from residency.gpu.adapters import components_of
 from residency.gpu.device import Device
 from residency.gpu.devices import open_device
@@ -23,6 +23,7 @@ from residency.gpu.pipeline import ManagedPipeline
 from residency.gpu.placement import ComponentPlacement, Mode, Placement
 from residency.gpu.ranks import num_ranks
 from residency.gpu.workload import Workload
+from residency.ranks import Place, Ranks, find_place, open_ranks
 from residency.settings import (
     KillSwitch,
     allocator_settings,
@@ -36,6 +37,7 @@ from residency.settings import (
 from residency.statemachine.fingerprint import fingerprint, fingerprint_digest
 from residency.statemachine.initial import configured_placements, initial_placement
 from residency.statemachine.policy import Policy
+from residency.statemachine.ranks import Alone
 from residency.worker import PipelineWorker
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Options:
     identity: Mapping[str, str] | None
     tolerance: float | None
     policy: Policy
+    ranks: Ranks | None = None
     workloads: Sequence[Workload] = ()
     outside: str | Outside = Outside.ALLOW
 
@@ -67,7 +70,8 @@ class Setup:
     """Everything an epoch needs that does not change during it.
 
     configured: component -> why residency never touches it. is_identified: the weights' content is known.
-    switch: the kill switch that is on now, or None.
+    num_ranks: of the process group, if nobody said which of them run this pipeline together; ranks: they, if somebody
+    did. switch: the kill switch that is on now, or None.
     """
 
     worker: PipelineWorker
@@ -83,12 +87,24 @@ class Setup:
     has_warmup: bool
     is_identified: bool
     num_ranks: int
+    ranks: Alone
     switch: Callable[[], KillSwitch | None]
     workloads: tuple[Workload, ...] = ()  # beside the default one
 
 
 def prepare(pipe: object, options: Options) -> Setup:
     """Check everything and describe the pipeline; moves nothing. Raises SettingsError and PlacementInfeasible."""
+    place = find_place(options.ranks)
+    try:
+        return _prepare(pipe, options, place)
+    except BaseException as error:
+        if place is not None:
+            # The others wait for this rank.
+            place.refuse(describe(error))
+        raise
+
+
+def _prepare(pipe: object, options: Options, place: Place | None) -> Setup:
     journal = journal_location(options.journal)
     switch = partial(kill_switch, sentinel_path(journal))
     host_ram = None if options.host_ram is None else parse_size(options.host_ram, name="host_ram")
@@ -102,7 +118,7 @@ def prepare(pipe: object, options: Options) -> Setup:
     # Under a kill switch nothing is hooked that the initial placement does not need.
     pipeline = ManagedPipeline(modules, device=device, owner=owner, minimal=switch() is not None)
     try:
-        return _describe(pipeline, options, journal=journal, switch=switch, host_ram_bytes=host_ram)
+        return _describe(pipeline, options, journal=journal, switch=switch, host_ram_bytes=host_ram, place=place)
     except BaseException:
         pipeline.detach()
         raise
@@ -123,16 +139,20 @@ def _describe(
     journal: str,
     switch: Callable[[], KillSwitch | None],
     host_ram_bytes: int | None,
+    place: Place | None,
 ) -> Setup:
     policy = options.policy
     workload, *others = (*(() if options.workload is None else (options.workload,)), *options.workloads) or (None,)
     workloads = tuple(one for one in dict.fromkeys(others) if one is not None and one != workload)
+    # A plan for all ranks divides a host's memory itself; what is left to divide beforehand is among such groups.
+    size = 1 if place is None else place.facts.size
+    num_local = max(1, num_local_ranks() // size)
     worker = PipelineWorker(
         pipeline,
         warmup=options.warmup,
         target_steps=1 if workload is None else workload.steps,
         host_ram_bytes=host_ram_bytes,
-        num_local_ranks=num_local_ranks(),
+        num_local_ranks=num_local,
         tolerance=options.tolerance,
     )
     reading = worker.device()
@@ -140,19 +160,16 @@ def _describe(
     if options.placement is not None:
         chosen = {**read_placement(options.placement, worker.specs, pipeline), **chosen}
     initial = initial_placement(worker.specs, chosen, reading.cap_bytes, policy)
-    identity = dict(options.identity or {})
-    names = tuple(spec.name for spec in worker.specs)
-    for name in identity:
-        if name not in names:
-            raise UnknownComponent(component=name, known=names)
+    identity = _identity(options, worker.specs)
     parts = fingerprint(
         specs=worker.specs,
         device=reading,
-        host=read_host(host_ram_bytes=host_ram_bytes, num_local_ranks=num_local_ranks()),
+        host=read_host(host_ram_bytes=host_ram_bytes, num_local_ranks=num_local),
         workload=workload,
         configured=chosen,
         content=identity,
-        num_ranks=num_ranks(),
+        num_ranks=num_ranks() if place is None else size,
+        rank=None if place is None else place.facts.rank,
         host_ram_bytes=host_ram_bytes,
         workloads=workloads,
     )
@@ -160,7 +177,7 @@ def _describe(
     return Setup(
         worker=worker,
         journal=journal,
-        stream=worker_name(options.name) or _derived_name(worker.specs, reading.index),
+        stream=_stream(options, worker.specs, reading.index, place),
         version=importlib.metadata.version("residency"),
         initial=initial,
         configured={**dict.fromkeys(chosen, "configured by the worker"), **reasons},
@@ -170,10 +187,20 @@ def _describe(
         workloads=workloads,
         policy=policy,
         has_warmup=options.warmup is not None,
-        is_identified=set(identity) == set(names),
-        num_ranks=num_ranks(),
+        is_identified=set(identity) == {spec.name for spec in worker.specs},
+        num_ranks=num_ranks() if place is None else 1,
+        ranks=open_ranks(place),
         switch=switch,
     )
+
+
+def _identity(options: Options, specs: Sequence[ComponentSpec]) -> dict[str, str]:
+    identity = dict(options.identity or {})
+    names = tuple(spec.name for spec in specs)
+    for name in identity:
+        if name not in names:
+            raise UnknownComponent(component=name, known=names)
+    return identity
 
 
 def read_placement(
@@ -203,6 +230,14 @@ def read_placement(
         except ModeUnavailable as error:
             raise SettingsError(f"placement file {str(path)!r}: {error}", path=str(path)) from error
     return movable
+
+
+def _stream(options: Options, specs: Sequence[ComponentSpec], device_index: int, place: Place | None) -> str:
+    """Return the name of this worker's events; every rank of one has its own."""
+    name = worker_name(options.name)
+    if place is None:
+        return name or _derived_name(specs, device_index)
+    return f"{name or _derived_name(specs, 0)}.rank{place.facts.rank}"
 
 
 def _derived_name(specs: Sequence[ComponentSpec], device_index: int) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from residency.gpu.placement import Placement
 from residency.gpu.workload import Workload
 from residency.statemachine.epoch_log import EpochLog
 from residency.statemachine.policy import Policy
+from residency.statemachine.ranks import Alone
 from residency.statemachine.worker import Interruptible, Observer, Worker
 
 
@@ -19,7 +20,8 @@ class RoundContext:
     workload: the default request shape; workloads: others that must fit as well. initial: the initial placement.
     configured: component -> why it is fixed.
     switch: returns the kill switch that is on, or None; asked at every trigger. clock: monotonic ns.
-    is_identified: whether the weights' content is known, so that a restore may compare outputs.
+    is_identified: whether the weights' content is known, so that a restore may compare outputs. ranks: the others of
+    this worker.
     """
 
     worker: Worker
@@ -34,4 +36,5 @@ class RoundContext:
     interrupts: Interruptible
     observer: Observer
     clock: Callable[[], int]
+    ranks: Alone = field(default_factory=Alone)
     workloads: tuple[Workload, ...] = ()

@@ -25,11 +25,13 @@ def fingerprint(
     configured: Mapping[str, ComponentPlacement],
     content: Mapping[str, str] | None = None,
     num_ranks: int = 1,
+    rank: int | None = None,
     compile_mode: str | None = None,
     host_ram_bytes: int | None = None,
     workloads: Sequence[Workload] = (),
 ) -> dict[str, Any]:
     """Return part -> JSON value. content: component -> identity of its weights' bytes, as far as it is known.
+    rank: of a group that runs the pipeline together; None without one.
     host_ram_bytes: the declared bound on pinned host memory. workloads: shapes beside the default one that must fit.
 
     What varies from start to start without meaning (free memory, link speed) is no part of it.
@@ -46,7 +48,7 @@ def fingerprint(
         "allocator": device.allocator_settings,
         "cgroup": host.cgroup_cap_bytes,
         "host_ram": host_ram_bytes,
-        "ranks": num_ranks,
+        "ranks": num_ranks if rank is None else [rank, num_ranks],
         "compile": compile_mode,
         "workload": msgspec.to_builtins(workload),
         "configured": msgspec.to_builtins(dict(configured)),

@@ -17,6 +17,8 @@ class GateReason(Enum):
     JOURNAL_NEWER = "journal-newer"
     JOURNAL_UNUSABLE = "journal-unusable"
     SEVERAL_RANKS = "several-ranks"
+    RANK_FAILED = "rank-failed"
+    RANKS_DIFFER = "ranks-differ"
     NO_WARMUP = "no-warmup"
     NO_WORKLOAD = "no-workload"
     NOTHING_TO_DECIDE = "nothing-to-decide"
@@ -29,15 +31,18 @@ class Facts:
     """What the gate looks at. Every text is None where there is nothing to say.
 
     stream_holder: who else holds the stream. journal_newer, journal_problem: why the journal cannot be used.
-    num_ranks: of the process group. num_movable: components that residency may move, and that have somewhere to go.
-    fixed: component -> why it is not one of them. quarantine: what recovery says. warmup_problem: what a warmup that
-    has been tried did.
+    num_ranks: of the process group, if nobody said which of them run this pipeline together. rank_problem: what kept
+    them from coming together. ranks_differ: in what they were attached differently. num_movable: components that
+    residency may move, and that have somewhere to go. fixed: component -> why it is not one of them. quarantine: what
+    recovery says. warmup_problem: what a warmup that has been tried did.
     """
 
     stream_holder: str | None = None
     journal_newer: str | None = None
     journal_problem: str | None = None
     num_ranks: int = 1
+    rank_problem: str | None = None
+    ranks_differ: str | None = None
     has_warmup: bool = True
     has_workload: bool = True
     num_movable: int = 1
@@ -70,7 +75,9 @@ def check_gate(facts: Facts) -> Gate | None:
 
 
 def _ranks(facts: Facts) -> str | None:
-    return f"the process group has {facts.num_ranks} ranks, one is supported" if facts.num_ranks > 1 else None
+    if facts.num_ranks <= 1:
+        return None
+    return f"the process group has {facts.num_ranks} ranks, and nobody said which of them run this pipeline together"
 
 
 def _nothing_to_decide(facts: Facts) -> str | None:
@@ -98,7 +105,13 @@ _TABLE: tuple[tuple[GateReason, Callable[[Facts], str | None], str], ...] = (
         lambda facts: facts.journal_problem,
         "make the journal writable, or name another one (journal=... or RESIDENCY_JOURNAL)",
     ),
-    (GateReason.SEVERAL_RANKS, _ranks, "run one process per pipeline"),
+    (
+        GateReason.SEVERAL_RANKS,
+        _ranks,
+        "pass attach(ranks=residency.Ranks(group=...)) with the group of those that do, itself alone if it is one",
+    ),
+    (GateReason.RANK_FAILED, lambda facts: facts.rank_problem, "see the log of that rank; restart all of them"),
+    (GateReason.RANKS_DIFFER, lambda facts: facts.ranks_differ, "attach all ranks alike"),
     (
         GateReason.NO_WARMUP,
         lambda facts: None if facts.has_warmup else "there is no warmup to measure with",

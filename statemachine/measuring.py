@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from residency.errors import WarmupFailed
+from residency.errors import WarmupFailed, describe
 from residency.gpu.records import RequestKind, RequestRecord
 from residency.gpu.workload import Workload
 from residency.statemachine.policy import Policy
 from residency.statemachine.probing import bounded_workload, fit_probe, measured_steps
-from residency.statemachine.worker import Observer, Worker
-
-if TYPE_CHECKING:
-    from residency.statemachine.worker import Measured
+from residency.statemachine.ranks import Alone, RequestEnd
+from residency.statemachine.worker import Measured, Observer, Worker
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +20,8 @@ class Measuring:
 
     target: the default workload; others: shapes that must fit as well. clock: monotonic ns, for time budgets.
     on_record: called after every request.
-    before_run: called before every one; what it raises ends the measuring.
+    before_run: called before every one; what it raises ends the measuring. ranks: that run the same requests; every
+    branch here is taken by what all of them found.
     """
 
     worker: Worker
@@ -33,6 +31,7 @@ class Measuring:
     clock: Callable[[], int]
     on_record: Callable[[RequestRecord], None]
     before_run: Callable[[], None]
+    ranks: Alone = field(default_factory=Alone)
     others: tuple[Workload, ...] = ()
     records: list[RequestRecord] = field(default_factory=list)
 
@@ -49,7 +48,7 @@ class Measuring:
         Raises WarmupFailed for anything but out of memory.
         """
         small = self.small
-        first = self.run(RequestKind.BOUNDED, small).record
+        first = self.run(RequestKind.BOUNDED, small)
         shape = self._probe_shape(small, first, self.target)
         # Before the default one, so that what they leave behind is tidied up with what it leaves.
         others = [self._probe_shape(small, first, one) for one in self.others] if first.succeeded else []
@@ -57,8 +56,9 @@ class Measuring:
             self.run(RequestKind.PROBE, other)
         if shape == small:
             return small if first.succeeded else None
-        probe = self.run(RequestKind.PROBE, shape).record
-        again = self.run(RequestKind.BOUNDED, small).record
+        probe = self.run(RequestKind.PROBE, shape)
+        self.ranks.renew_workspaces()
+        again = self.run(RequestKind.BOUNDED, small)
         if probe.succeeded:
             return shape
         return small if again.succeeded else None
@@ -68,9 +68,11 @@ class Measuring:
         taken: list[Measured] = []
         budget_ns = int(self.policy.sample_budget_s * 1e9)
         begun = self.clock()
-        while len(taken) < num_max and (not taken or self.clock() - begun < budget_ns):
+        while len(taken) < num_max:
+            if not self.ranks.all_of("sample", not taken or self.clock() - begun < budget_ns):
+                break
             taken.append(self.run(kind, shape))
-            if not taken[-1].record.succeeded:
+            if not taken[-1].succeeded:
                 break
         return tuple(taken)
 
@@ -80,22 +82,31 @@ class Measuring:
         size = f"{shape.width}x{shape.height}x{shape.frames}, {shape.steps} steps"
         self.observer.working(f"{kind.value} request, {size}")
         try:
-            measured = self.worker.measure(kind, shape)
+            with self.ranks.request():
+                measured = self.worker.measure(kind, shape)
         except WarmupFailed as error:
             failed = error.fields.get("record")
             if failed is not None:
                 self._keep(failed)
-            raise
-        self._keep(measured.record)
-        return measured
+            together = self.ranks.request_ended(RequestEnd(succeeded=False, problem=describe(error)))
+            if failed is None or not together.out_of_memory:
+                raise
+            # Another rank ran out of memory, and this one waited for it in vain.
+            return Measured(record=failed, output=None, everywhere=False)
+        record = measured.record
+        self._keep(record)
+        end = RequestEnd(succeeded=record.succeeded, out_of_memory=record.out_of_memory, problem=record.error)
+        return replace(measured, everywhere=self.ranks.request_ended(end).succeeded)
 
     def _keep(self, record: RequestRecord) -> None:
         self.records.append(record)
         self.on_record(record)
 
-    def _probe_shape(self, small: Workload, first: RequestRecord, target: Workload) -> Workload:
+    def _probe_shape(self, small: Workload, first: Measured, target: Workload) -> Workload:
         full = replace(target, steps=measured_steps(target, self.policy))
         if full.units <= small.units:
             return small
         worker = self.worker
-        return fit_probe(full, first, worker.specs, worker.placement, worker.device().cap_bytes, self.policy)
+        cap_bytes = worker.device().cap_bytes
+        own = fit_probe(full, first.record, worker.specs, worker.placement, cap_bytes, self.policy)
+        return self.ranks.most_shrunk(own)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from residency.statemachine.plan import PlanInputs
-from residency.statemachine.planner import make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ def plan_round(
     current: Placement,
     baseline: Baseline,
 ) -> tuple[PlanInputs, Plan]:
-    """Return the plan of a round and everything it was made from. Raises PlacementInfeasible."""
+    """Return the plan of a round and everything it was made from. Raises PlacementInfeasible, RankFailed."""
     worker = context.worker
     inputs = PlanInputs(
         specs=worker.specs,
@@ -46,7 +45,7 @@ def plan_round(
         excluded=source.excluded,
         reserve_factor=source.reserve_factor,
     )
-    return inputs, make_plan(inputs)
+    return context.ranks.plan(inputs)
 
 
 def plan_payload(

@@ -9,18 +9,18 @@ import msgspec
 
 from residency.effects.transaction import Transaction
 from residency.errors import (
-    EffectFailed,
     JournalError,
     PlacementInfeasible,
     ProcessPoisoned,
-    ResidencyError,
     RollbackFailed,
+    RoundUndecided,
     TransitionRefused,
     WarmupFailed,
     describe,
 )
 from residency.gpu.records import RequestKind
 from residency.journal.events import Draft, EventType
+from residency.statemachine.blame import verdict_of
 from residency.statemachine.measuring import Measuring
 from residency.statemachine.planning import plan_payload, plan_round
 from residency.statemachine.source import RoundResult
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from residency.effects.spec import EffectSpec
     from residency.gpu.placement import Placement
     from residency.gpu.records import RequestRecord
+    from residency.gpu.workload import Workload
     from residency.statemachine.context import RoundContext
     from residency.statemachine.machine import RoundMachine
     from residency.statemachine.plan import Plan
@@ -45,12 +46,14 @@ class Round:
     """One pass through the states for one proposed placement. The caller holds the pipeline exclusively.
 
     `run` always leaves the machine settled, or pinned in its initial state, with the placement that the journal
-    names in force. Only RollbackFailed and ProcessPoisoned leave it where it is: then the process must exit.
+    names in force. Only RollbackFailed, ProcessPoisoned and RoundUndecided leave it where it is: then the process must
+    exit.
     """
 
     def __init__(self, context: RoundContext, *, number: int, machine: RoundMachine, source: Source) -> None:
         self.context, self.number, self.machine, self.source = context, number, machine, source
         self.before = context.worker.placement
+        self.ranks = context.ranks
         self.plan: Plan | None = None
         self.target: Placement | None = source.target
         self.measuring = Measuring(
@@ -61,6 +64,7 @@ class Round:
             clock=context.clock,
             on_record=self._journal_record,
             before_run=self._check_switch,
+            ranks=context.ranks,
             others=context.workloads,
         )
         self._transaction: Transaction | None = None
@@ -69,13 +73,14 @@ class Round:
     def run(self) -> RoundResult:
         """Go through the round. Raises RollbackFailed, PlacementInfeasible, and whatever interrupts the process.
 
-        Raises ProcessPoisoned, with nothing moved back, once the device is lost to this process. Everything else that
-        goes wrong is rolled back and told in the result.
+        Raises ProcessPoisoned, with nothing moved back, once the device is lost to this process, and RoundUndecided
+        once what the ranks decided cannot be learned. Everything else that goes wrong is rolled back and told in the
+        result.
         """
         with self._last_words():
             try:
                 return self._pass()
-            except (RollbackFailed, ProcessPoisoned):
+            except (RollbackFailed, ProcessPoisoned, RoundUndecided):
                 raise
             except BaseException as error:  # noqa: BLE001 - an interrupt must be rolled back, too
                 self._stop_if_poisoned(error)
@@ -104,7 +109,7 @@ class Round:
 
     def _pass(self) -> RoundResult:
         baseline = self._measure_and_plan()
-        if self.source.is_measured and self.plan is not None and self.plan.keep:
+        if self.source.is_measured and self.plan is not None and self.ranks.all_of("keep", self.plan.keep):
             return self._keep()
         self._apply()
         verdict = self._validate(baseline)
@@ -120,7 +125,9 @@ class Round:
             self.target = self.plan.placement
         else:
             inputs = None
+            self.ranks.agree_target(self.target.digest)
         payload = plan_payload(self.source, self.plan, inputs, target=self.target, previous=self.before)
+        payload |= self.ranks.joint_payload()
         self._transition(Trigger.PLAN, payload, self.target, self.before)
         return baseline
 
@@ -132,7 +139,8 @@ class Round:
 
     def _keep(self) -> RoundResult:
         """Planned -> committed: there is nothing to change."""
-        self._transition(Trigger.KEEP, {"placement": self.before.digest, **self._validated_by(None)})
+        self._settle(Trigger.KEEP, {"placement": self.before.digest, **self._validated_by(None)})
+        self.ranks.settled()
         return self._result("the plan is the placement in force", kept=True)
 
     def _apply(self) -> None:
@@ -144,6 +152,7 @@ class Round:
         with self.context.interrupts.deferred():
             self._transaction.apply()
         self._transition(Trigger.APPLY, {"placement": self.target.digest, "num_effects": num_effects})
+        self.ranks.applied()
 
     def _transaction_to(self, target: Placement) -> Transaction:
         worker = self.context.worker
@@ -157,20 +166,39 @@ class Round:
     def _validate(self, baseline: Baseline) -> Verdict:
         """Applied -> validating: run under the new placement, and compare."""
         self._transition(Trigger.VALIDATE, {})
-        return compare(self.context, self.source, self.measuring, baseline)
+        return self.ranks.verdict(compare(self.context, self.source, self.measuring, baseline))
 
     def _commit(self, verdict: Verdict) -> RoundResult:
         """Validating -> committed; afterwards host copies that nobody needs are released."""
         assert self.target is not None
         payload = {"placement": self.target.digest, **self._validated_by(verdict)}
-        self._transition(Trigger.COMMIT, payload)
+        self._settle(Trigger.COMMIT, payload)
         with self.context.interrupts.deferred():
             self.context.worker.commit()
+        self.ranks.settled()
         return self._result(verdict.detail, verdict=verdict)
+
+    def _settle(self, trigger: Trigger, payload: dict[str, Any]) -> None:
+        """Commit with the other ranks, or raise RankFailed with nothing changed; what is decided is written."""
+        self.context.observer.leaving(self.machine.state.value)
+        # Nothing may come between the decision and what says so here: others commit on it.
+        with self.context.interrupts.deferred():
+            if self.ranks.size > 1:
+                self._check_switch()
+            is_decided = self.ranks.decide(payload)
+            payload |= self.ranks.joint_payload()
+            try:
+                self._write_transition(trigger, payload, self.machine.state, (), is_decided=is_decided)
+            except Exception as error:
+                if is_decided:
+                    raise self.ranks.undecided(error) from error
+                raise
 
     def _roll_back(self, verdict: Verdict, *, error: Exception | None = None, rewarm: bool = True) -> RoundResult:
         """Any unsettled state -> rolled-back: undo, say so, and warm the restored placement again."""
         was_moved = self._transaction is not None
+        switch = self.context.switch()
+        self.ranks.abort(verdict.detail, pinned=switch is not None, error=error)
         with self.context.interrupts.deferred():
             if self._transaction is not None:
                 self._transaction.revert()
@@ -180,16 +208,22 @@ class Round:
             except JournalError:
                 # The weights are back; the next start closes the round that the journal could not.
                 self.machine.fire(Trigger.ROLL_BACK)
-        if self.context.switch() is not None:
+        if self.context.switch() is not None or self.ranks.is_pinned:
             return self._pin()
-        if rewarm and was_moved and self.context.log.usable:
-            error = self._rewarm() or error
+        shape = self.ranks.rolled_back(self._rewarm_shape(rewarm, was_moved=was_moved))
+        if shape is not None:
+            error = self._rewarm(shape) or error
         return self._result(f"{verdict.reason.value}: {verdict.detail}", verdict=verdict, error=error)
 
-    def _rewarm(self) -> Exception | None:
+    def _rewarm_shape(self, rewarm: bool, *, was_moved: bool) -> Workload | None:
         shapes = [one.workload for one in self.measuring.records if one.succeeded]
+        # With other ranks it is they, too, who have to be warmed again.
+        is_wanted = rewarm and (was_moved or self.ranks.size > 1) and self.context.log.usable
+        return (shapes[-1] if shapes else self.measuring.small) if is_wanted else None
+
+    def _rewarm(self, shape: Workload) -> Exception | None:
         try:
-            self.measuring.run(RequestKind.REWARM, shapes[-1] if shapes else self.measuring.small)
+            self.measuring.run(RequestKind.REWARM, shape)
         except Exception as error:  # noqa: BLE001 - the placement is restored; a warmup that fails is only told
             self._stop_if_poisoned(error)
             return error
@@ -212,7 +246,7 @@ class Round:
             raise error
         is_broken = isinstance(error, (WarmupFailed, PlacementInfeasible)) or not isinstance(error, Exception)
         result = self._roll_back(
-            _verdict_of(error),
+            verdict_of(error),
             error=error if isinstance(error, Exception) else None,
             rewarm=not is_broken,
         )
@@ -226,9 +260,15 @@ class Round:
         try:
             yield
         except RollbackFailed as failure:
+            self.ranks.abort(str(failure), pinned=False)
             raise self._failed(failure) from failure
+        except RoundUndecided as failure:
+            payload = {"what": "undecided", "why": str(failure)}
+            self.context.log.note(EventType.RANKS, round_number=self.number, payload=payload)
+            raise
         except ProcessPoisoned as failure:
             problem = str(failure.fields["problem"])
+            self.ranks.abort(problem, pinned=False)
             payload = {"problem": problem, "state": self.machine.state.value}
             self.context.log.note(EventType.POISONED, round_number=self.number, payload=payload)
             raise ProcessPoisoned(round_number=self.number, problem=problem) from failure
@@ -267,9 +307,16 @@ class Round:
             self._write_transition(trigger, payload, source, blobs)
 
     def _write_transition(
-        self, trigger: Trigger, payload: dict[str, Any], source: State, blobs: tuple[Placement, ...]
+        self,
+        trigger: Trigger,
+        payload: dict[str, Any],
+        source: State,
+        blobs: tuple[Placement, ...],
+        *,
+        is_decided: bool = False,
     ) -> None:
-        pinned = self.context.switch() is not None
+        # What all ranks have decided, a kill switch comes too late for; it acts before the next request.
+        pinned = self.context.switch() is not None and not is_decided
         target = self.machine.check(trigger, pinned=pinned)
         self.context.log.append(
             Draft(
@@ -335,20 +382,3 @@ class Round:
             records=tuple(self.measuring.records),
             **fields,
         )
-
-
-def _verdict_of(error: BaseException) -> Verdict:
-    """Say whom an exception blames."""
-    cause = error.__cause__ if isinstance(error, EffectFailed) else error
-    # By name: out of memory is torch's own type, and nothing here may load torch. A MemoryError is the host's refusal
-    # to page-lock, which says nothing about the plan on another day.
-    is_memory = type(cause).__name__ == "OutOfMemoryError"
-    blames, reason = Blame.INFRASTRUCTURE, Reason.INTERRUPTED
-    if isinstance(error, PlacementInfeasible) or is_memory:
-        blames, reason = Blame.PLAN, Reason.OUT_OF_MEMORY
-    elif isinstance(error, WarmupFailed):
-        blames, reason = Blame.REQUEST, Reason.REQUEST_FAILED
-    if isinstance(error, TransitionRefused):
-        return Verdict(ok=False, blames=blames, reason=reason, detail="the kill switch was thrown", figures={})
-    detail = str(error) if isinstance(error, ResidencyError) else describe(error)
-    return Verdict(ok=False, blames=blames, reason=reason, detail=detail, figures={})

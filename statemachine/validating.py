@@ -70,7 +70,7 @@ def compare(context: RoundContext, source: Source, measuring: Measuring, baselin
     extra = [measuring.run(RequestKind.VALIDATION, one) for one in dict.fromkeys(others) if one != full]
     rewarm = measuring.run(RequestKind.VALIDATION, full)
     taken: tuple[Measured, ...] = ()
-    if rewarm.record.succeeded and baseline.records and baseline.shape is not None:
+    if rewarm.succeeded and baseline.records and baseline.shape is not None:
         taken = measuring.samples(RequestKind.VALIDATION, baseline.shape, num_max=len(baseline.records))
     last = taken[-1] if taken else next((one for one in extra if one.record.workload == source.shape), rewarm)
     close = None  # without a declared tolerance no outputs are kept

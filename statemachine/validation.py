@@ -32,6 +32,7 @@ class Reason(Enum):
     REQUEST_FAILED = "request-failed"
     INTERRUPTED = "interrupted"
     NOT_MEASURED = "not-measured"
+    OTHER_RANK = "other-rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

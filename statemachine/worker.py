@@ -19,10 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One measured request: its record, and a host copy of its output if a tolerance is declared, else None."""
+    """One measured request: its record, and a host copy of its output if a tolerance is declared, else None.
+
+    everywhere: whether it succeeded on every other rank, too.
+    """
 
     record: RequestRecord
     output: object
+    everywhere: bool = True
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it succeeded, on every rank."""
+        return self.record.succeeded and self.everywhere
 
 
 class Worker(Protocol):

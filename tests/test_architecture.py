@@ -50,6 +50,8 @@ PUBLIC_NAMES = {
     "Mode",
     "Placement",
     "Policy",
+    "RankLimits",
+    "Ranks",
     "Report",
     "ResidencyError",
     "Workload",

@@ -51,6 +51,7 @@ DECISIONS = {
     "rollback-failed": "replan",
     "rolled-back": "calibrate",
     "terminated": "calibrate",
+    "together.rank0": "restore",
     "vanished": "restore",
 }
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import distributed
 
+import residency
 from residency.journal.events import Draft, EventType
 from residency.journal.export import export
 from residency.journal.prune import prune
@@ -121,6 +123,13 @@ def cleared(journal: Path) -> None:
         opened.append([draft], stream="cleared", epoch=last.epoch)
 
 
+def together(journal: Path) -> None:
+    """A rank that is one of a group, of one."""
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    ranks = residency.Ranks(store=store, rank=0, size=1)
+    assert live(journal, "together", options={"ranks": ranks})["answer"]["decision"] == "committed"
+
+
 def all_lives(journal: Path) -> None:
     """Everything, one stream each."""
     assert live(journal, "committed")["answer"]["decision"] == "committed"
@@ -141,6 +150,7 @@ def all_lives(journal: Path) -> None:
     assert live(journal, "vanished", vanish=True)["answer"]["decision"] == "committed"
     quarantined(journal)
     cleared(journal)
+    together(journal)
     for _ in range(4):
         live(journal, "pruned", options={"warmup": None})
     with Journal.open(journal) as opened:

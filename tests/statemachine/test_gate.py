@@ -12,6 +12,8 @@ CLOSED = {
     GateReason.JOURNAL_NEWER: Facts(journal_newer="format 9 is newer than 1"),
     GateReason.JOURNAL_UNUSABLE: Facts(journal_problem="it is read-only"),
     GateReason.SEVERAL_RANKS: Facts(num_ranks=2),
+    GateReason.RANK_FAILED: Facts(rank_problem="rank 2 was not heard from"),
+    GateReason.RANKS_DIFFER: Facts(ranks_differ="rank 1 has another workload"),
     GateReason.NO_WARMUP: Facts(has_warmup=False),
     GateReason.NO_WORKLOAD: Facts(has_workload=False),
     GateReason.NOTHING_TO_DECIDE: Facts(num_movable=0, fixed=(("vae", "foreign hooks"),)),
