@@ -65,5 +65,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@if $(BIN)/python -c 'import torch' 2>/dev/null; then grep -v '^torch==' constraints.txt; else cat constraints.txt; fi \
 		> $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25'
-	@$(BIN)/python -m pip install -qq -c $(VENV)/constraints.txt -e '.[dev,diffusers,postgresql]'
+	@$(BIN)/python -m pip install -qq -c $(VENV)/constraints.txt -e '.[dev,diffusers,http,postgresql]'
 	@touch $@

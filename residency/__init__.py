@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from residency.gpu.placement import Mode as Mode
     from residency.gpu.placement import Placement as Placement
     from residency.gpu.workload import Workload as Workload
+    from residency.http_app import ControlApp as ControlApp
     from residency.manager import Manager as Manager
     from residency.manager import attach as attach
     from residency.manager import limit_device as limit_device
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "ComponentPlacement": "residency.gpu.placement",
+    "ControlApp": "residency.http_app",
     "Decision": "residency.report",
     "HostTier": "residency.gpu.placement",
     "Manager": "residency.manager",
@@ -38,6 +40,7 @@ _EXPORTS = {
 }
 __all__ = [
     "ComponentPlacement",
+    "ControlApp",
     "Decision",
     "HostTier",
     "Manager",

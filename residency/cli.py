@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _OWN = {
     1: "a check found something, two things differ, or there is nothing by that name",
+    6: "of a fleet: whether a replica did what was asked is not known",
     124: "the time to wait passed",
     130: "interrupted",
     141: "the reader of a pipe went away",
@@ -48,6 +49,7 @@ VERBS = {
     "verify": "residency.cli_replay",
     "graph": "residency.cli_host",
     "doctor": "residency.cli_host",
+    "fleet": "residency.cli_fleet",
     "export": "residency.cli_export",
     "completion": "residency.cli_completion",
 }

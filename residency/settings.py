@@ -28,6 +28,10 @@ _UNITS = {
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
 }
 
+TOKEN_CHARACTERS_MIN = 16  # fewer can be tried one after the other
+TOKEN_FILE_BYTES_MAX = 4096
+_TOKEN = re.compile(r"[!-~]+")  # what a header can carry
+
 _warned: set[tuple[str, str]] = set()
 
 
@@ -104,6 +108,50 @@ def num_local_ranks() -> int:
     """Return how many processes of one launch share the host: LOCAL_WORLD_SIZE, which launchers set, else 1."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() else 1
+
+
+def control_token(given: str | None = None, *, file: str | os.PathLike[str] | None = None) -> str | None:
+    """Return the token of control requests: given, of a file, RESIDENCY_CONTROL_TOKEN, RESIDENCY_CONTROL_TOKEN_FILE.
+
+    The first of these that is there counts; None without any. A file's white space at both ends is not part of it.
+    Raises SettingsError, which never tells the token, for one that is empty, short or not of printable ASCII.
+    """
+    if given is not None:
+        return _checked_token(given, source="the token")
+    if file is not None:
+        return _token_of_file(file)
+    if (text := os.environ.get("RESIDENCY_CONTROL_TOKEN")) is not None:
+        return _checked_token(text, source="RESIDENCY_CONTROL_TOKEN")
+    path = os.environ.get("RESIDENCY_CONTROL_TOKEN_FILE")
+    return None if path is None else _token_of_file(path)
+
+
+def _token_of_file(path: str | os.PathLike[str]) -> str:
+    shown = os.fspath(path)
+    try:
+        with open(path, "rb") as stream:
+            content = stream.read(TOKEN_FILE_BYTES_MAX + 1)
+        if len(content) > TOKEN_FILE_BYTES_MAX:
+            raise SettingsError(
+                f"token file {shown!r} has over {TOKEN_FILE_BYTES_MAX} bytes; write nothing but the token into it"
+            )
+        text = content.decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+        raise SettingsError(
+            f"token file {shown!r} cannot be used: {problem}; name a file that holds the token and nothing else"
+        ) from None
+    return _checked_token(text, source=f"token file {shown!r}")
+
+
+def _checked_token(text: str, *, source: str) -> str:
+    # An empty one is most likely a secret that was not mounted, and must not mean that no token is needed.
+    if len(text) < TOKEN_CHARACTERS_MIN or not _TOKEN.fullmatch(text):
+        raise SettingsError(
+            f"{source} has {len(text)} characters; it needs at least {TOKEN_CHARACTERS_MIN}, all printable ASCII "
+            "without spaces, such as those of: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    return text
 
 
 def completion_request() -> str:

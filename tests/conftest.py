@@ -20,6 +20,8 @@ BUDGET_S = {
     "gpu": 60,
     "journal": 240,
     "pipelines": 60,
+    "ranks": 200,
+    "replicas": 60,
     "residency": 150,
     "statemachine": 40,
     "worker": 180,

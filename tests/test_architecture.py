@@ -30,12 +30,13 @@ VALUE_MODULES = {
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
-# (file, what it imports inside a function): each would make a verb or a bare import pay for torch or for a server's
-# driver, or must be silenced first.
+# (file, what it imports inside a function): each would make a verb or a bare import pay for torch, for a server's
+# driver or for HTTP, or must be silenced first.
 DEFERRED = {
     ("journal/reader.py", "residency.journal.pg_reader"),
     ("journal/store.py", "residency.journal.pg_store"),
     ("residency/__init__.py", "importlib"),
+    ("residency/cli_fleet.py", "residency.fleet"),
     ("residency/cli_host.py", "residency.demo"),
     ("residency/cli_host.py", "residency.doctor"),
     ("residency/demo.py", "residency.demo_pipeline"),
@@ -44,6 +45,7 @@ DEFERRED = {
 }
 PUBLIC_NAMES = {
     "ComponentPlacement",
+    "ControlApp",
     "Decision",
     "HostTier",
     "Manager",
@@ -163,6 +165,8 @@ def test_third_party_packages_stay_where_they_belong(path: Path) -> None:
         assert folder == "journal"
     if packages & {"sqlite3", "pysqlite3"}:
         assert name == "journal/sqlite.py"
+    if "httpx2" in packages:
+        assert name in ("residency/fleet_exchange.py", "residency/fleet_replica.py", "residency/fleet.py")
     if "psycopg" in packages:
         assert name == "journal/postgresql.py"
     if "transitions" in packages:
@@ -258,7 +262,7 @@ def test_the_command_line_loads_neither_torch_nor_sqlalchemy() -> None:
     verbs = "import residency.cli; [residency.cli.import_module(name) for name in residency.cli.VERBS.values()]"
     loaded = loaded_after(verbs)
 
-    assert not loaded & {"torch", "sqlalchemy", "diffusers", "transformers"}
+    assert not loaded & {"torch", "sqlalchemy", "diffusers", "transformers", "httpx2", "uvicorn"}
 
 
 def test_public_names_are_pinned_and_can_be_imported() -> None:

@@ -28,6 +28,7 @@ DOCUMENTS = (
     *sorted((ROOT / "docs").glob("*.md")),
 )
 BENCHMARK, BENCHMARK_TEST = "python -m benchmarks.request_time", "tests/benchmarks/test_request_time.py"
+REPLICAS = "http://127.0.0.1:8000 http://127.0.0.1:8001"
 
 # Commands that cannot run inside a test: where they run instead, and what that file must contain.
 COVERED_ELSEWHERE = {
@@ -55,6 +56,16 @@ COVERED_ELSEWHERE = {
     f"{BENCHMARK} --device cpu --pipeline small --caps 48MiB --requests 2 --output small.json": (
         BENCHMARK_TEST,
         '"--device", "cpu", "--pipeline", "small"',
+    ),
+    **dict.fromkeys(
+        (
+            "pip install 'residency[http]'",
+            f"residency fleet status {REPLICAS}",
+            f"residency fleet validate {REPLICAS} --concurrency 1 --timeout 600",
+            f"residency fleet calibrate {REPLICAS} --token-file control.token --json",
+            f"residency fleet roll-back {REPLICAS}",
+        ),
+        ("tests/replicas/test_document.py", "def test_every_command_of_the_document_runs"),
     ),
     "residency log --follow": ("tests/residency/test_cli_process.py", "def test_follow_prints_what_comes"),
 }

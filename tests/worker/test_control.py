@@ -50,6 +50,7 @@ def test_status_tells_what_a_caller_needs_for_its_next_request(worker: Any) -> N
         "round": 1,
         "state": "committed",
         "placement": manager.placement.digest,
+        "control": {"running": None, "last": None},
     }
     assert controls(worker) == []
 
