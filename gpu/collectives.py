@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.0005, 0.02  # between two looks: short steps are over in a millisecond
+_LOOK_S = 0.25  # between two looks for a rank that is gone
 _EMPTY = b""
 
 
@@ -123,8 +124,10 @@ class StoreTransport:
 
     def __init__(self, store: Any, *, rank: int, size: int, name: str, dealings: Dealings) -> None:
         self.rank, self.size = rank, size
-        self._name, self._given, self._dealings = name, store, dealings
-        self._store = LimitedStore(_connection(store), answer_s=dealings.store_s)
+        self._name, self._dealings = name, dealings
+        # One for all that is asked here: each question is short, and making another connection can take seconds.
+        self._connection = _connection(store)
+        self._store = LimitedStore(self._connection, answer_s=dealings.store_s)
         self._epoch = ""
         self._space = ""
         self._watch: Watch | None = None
@@ -189,7 +192,7 @@ class StoreTransport:
         self.leave()
         self._space = f"{self._epoch}/{space}"
         self._watch = Watch(
-            _connection(self._given), space=self._space, rank=self.rank, size=self.size, dealings=self._dealings
+            self._connection, space=self._space, rank=self.rank, size=self.size, dealings=self._dealings
         )
         self._watch.work(f"what follows {space!r}")
 
@@ -200,37 +203,52 @@ class StoreTransport:
             self._watch.close()
             self._watch = None
 
-    def gather(self, step: str, content: bytes, *, limit_s: float, has_ended: bool) -> tuple[bytes, ...]:
+    def gather(
+        self, step: str, content: bytes, *, limit_s: float, has_ended: bool, is_vital: bool
+    ) -> tuple[bytes, ...]:
         """Return what every rank passed at this step, in their order, once all have. Raises RankFailed."""
         watch = self._watched()
         watch.rest()
         keys = [f"{self._space}/{step}/{rank}" for rank in range(self.size)]
-        self._store.put(keys[self.rank], content)
-        deadline, pause_s = time.monotonic() + limit_s, _PAUSE_MIN_S
+        self._pass(keys[self.rank], content)
+        begun, pause_s, looked = time.monotonic(), _PAUSE_MIN_S, 0.0
         while (found := self._store.read(keys)) is None:
-            self._stop_waiting(watch, step, has_ended=has_ended)
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - begun
+            if not has_ended:
+                self._stop_if_ended()
+            if watch.lost() is not None or waited_s - looked > _LOOK_S:
+                looked = waited_s
+                self._stop_if_gone(watch, step)
+            if waited_s > limit_s:
                 missing = self._missing(keys)
+                # Who takes longer than that for what all have begun has ended itself by now.
+                self._is_gone = self._is_gone or is_vital
                 self._raise(missing[0] if missing else None, f"not heard from at {step!r} within {limit_s:g} s")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            pause_s = min(2 * pause_s, max(_PAUSE_MAX_S, waited_s / 20), _LOOK_S)
         watch.work(f"what follows {step!r}", passed=step)
         return tuple(found)
 
-    def _stop_waiting(self, watch: Watch, step: str, *, has_ended: bool) -> None:
-        """Raise RankFailed if there is nobody to wait for, or nothing."""
-        if not has_ended and (word := self._store.read([f"{self._space}/register"])) is not None:
-            ended = self._dealings.ended(word[0])
-            if ended is not None:
-                raise ended
-        if (lost := watch.lost()) is not None:
-            self._is_gone = True
-            # What it passed before it went counts.
-            if self._store.read([f"{self._space}/{step}/{lost}"]) is None:
+    def _pass(self, key: str, content: bytes) -> None:
+        self._store.put(key, content)
+
+    def _stop_if_ended(self) -> None:
+        """Raise RankFailed if a rank has ended what all are about."""
+        word = self._store.read([f"{self._space}/register"])
+        ended = None if word is None else self._dealings.ended(word[0])
+        if ended is not None:
+            raise ended
+
+    def _stop_if_gone(self, watch: Watch, step: str) -> None:
+        """Raise RankFailed if one that is waited for is gone; what it passed before it went counts."""
+        lost = watch.lost()
+        self._is_gone = self._is_gone or lost is not None
+        for rank in self._missing([f"{self._space}/{step}/{rank}" for rank in range(self.size)]):
+            if rank == lost:
                 self._raise(lost, f"no sign of life at {step!r} for {self._dealings.silence_s:g} s")
-        for rank in range(self.size):
             ways = (f"{self._space}/left/{rank}", f"{self._epoch}/parted/{rank}")
             gone = next((found for way in ways if (found := self._store.read([way])) is not None), None)
+            # It may have passed its part since, and left then.
             if gone is not None and self._store.read([f"{self._space}/{step}/{rank}"]) is None:
                 self._raise(rank, f"it has left before {step!r} ({gone[0].decode()})")
 

@@ -81,6 +81,8 @@ class Measuring:
         self.before_run()
         size = f"{shape.width}x{shape.height}x{shape.frames}, {shape.steps} steps"
         self.observer.working(f"{kind.value} request, {size}")
+        # Whoever cannot begin it says so before the others wait for it inside.
+        self.ranks.begin_request(f"{kind.value} request, {shape}")
         try:
             with self.ranks.request():
                 measured = self.worker.measure(kind, shape)

@@ -79,10 +79,13 @@ class Transport(Protocol):
         """End it, for this rank. Raises nothing."""
         ...
 
-    def gather(self, step: str, content: bytes, *, limit_s: float, has_ended: bool) -> tuple[bytes, ...]:
+    def gather(
+        self, step: str, content: bytes, *, limit_s: float, has_ended: bool, is_vital: bool
+    ) -> tuple[bytes, ...]:
         """Return what every rank passed at this step, in their order, once all have.
 
-        has_ended: what they are about has ended, and is waited for all the same.
+        has_ended: what they are about has ended, and is waited for all the same. is_vital: one that is not there in
+        time counts as gone from then on.
         """
         ...
 
@@ -170,6 +173,9 @@ class Alone:
     def most_shrunk(self, shape: Workload) -> Workload:
         """Return the smallest of the shapes that the ranks would try. Raises RankFailed."""
         return shape
+
+    def begin_request(self, what: str) -> None:
+        """Wait until every rank is about to run the same request. Raises RankFailed."""
 
     @contextmanager
     def request(self) -> Iterator[None]:

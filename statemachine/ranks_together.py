@@ -69,13 +69,13 @@ class Together(Alone):
         self._transport.enter("start")
         return found
 
-    def exchange(self, what: str, content: Any, *, limit_s: float | None = None) -> list[Any]:
+    def exchange(self, what: str, content: Any, *, limit_s: float | None = None, is_vital: bool = True) -> list[Any]:
         """Return what every rank passed, JSON values in the order of the ranks. Raises RankFailed."""
         self._steps += 1
         # A little longer than a rank is given for the step, so that it is the one to say what took so long.
         limit_s = self._limits.step_s + self._limits.grace_s if limit_s is None else limit_s
         step, encoded = f"{self._steps:03}.{what}", msgspec.json.encode(content)
-        found = self._transport.gather(step, encoded, limit_s=limit_s, has_ended=self._is_over)
+        found = self._transport.gather(step, encoded, limit_s=limit_s, has_ended=self._is_over, is_vital=is_vital)
         return [msgspec.json.decode(one) for one in found]
 
     def exchange_start(self, report: Any) -> list[Any]:
@@ -116,7 +116,8 @@ class Together(Alone):
 
     def _begin(self, number: int, about: str) -> int:
         try:
-            found = self.exchange("begin", [number, about])
+            # A rank that nobody asked for this round is none the worse for it.
+            found = self.exchange("begin", [number, about], is_vital=False)
             others = sorted({str(one[1]) for one in found} - {about})
             if others:
                 raise RankFailed(rank=None, problem=f"another rank wants {others[0]}, not {about}", pinned=False)
@@ -132,6 +133,12 @@ class Together(Alone):
     def most_shrunk(self, shape: Workload) -> Workload:
         """Return the smallest of the shapes that the ranks would try. Raises RankFailed."""
         return _smallest(msgspec.convert(one, Workload) for one in self.exchange("shape", shape))
+
+    def begin_request(self, what: str) -> None:
+        """Wait until every rank is about to run the same request. Raises RankFailed."""
+        for rank, one in enumerate(self.exchange("ready", what)):
+            if one != what:
+                raise RankFailed(rank=rank, problem=f"it would run a {one}, rank {self.rank} a {what}", pinned=False)
 
     @contextmanager
     def request(self) -> Iterator[None]:

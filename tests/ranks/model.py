@@ -8,12 +8,12 @@ at any time; a crash may come between any two steps, of a rank or of the store. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 INITIAL = 0  # the placement that nobody has to commit
 
@@ -95,7 +95,6 @@ class Found:
     committed: int = 0  # worlds in which all ranks serve one committed value
     restored: int = 0  # of them, in a later life
     survived: int = 0  # worlds in which a rank has ended and another serves
-    seen: set[World] = field(default_factory=set)
 
 
 def agreed(reports: tuple[tuple[Fact, ...], ...]) -> int:
@@ -219,39 +218,58 @@ def _put(stores: tuple[Store, ...], life: int, store: Store) -> tuple[Store, ...
     return stores[: life - 1] + (store,) + stores[life:]
 
 
+def _forgotten(world: World) -> World:
+    """A world without what nobody can see any more: stores of lives that all have left, facts aside."""
+    alive = {one.life for one in world.ranks if one.phase is not Phase.ENDED}
+    first = min(one.life for one in world.ranks)
+    stores = tuple(
+        store
+        if index + 1 in alive or index + 1 > first
+        else store._replace(up=False, votes=(), register=(), reports=())
+        for index, store in enumerate(world.stores)
+    )
+    return World(world.ranks, stores)
+
+
 def _cas(store: Store, index: int, word: str) -> Store:
     if not store.up or store.register[index]:
         return store
     return store._replace(register=store.register[:index] + (word,) + store.register[index + 1 :])
 
 
-def broken_by(world: World) -> str | None:
-    """Which invariant a world breaks: what serves, and what a restart would find."""
+def serves_two(world: World) -> str | None:
+    """Say so if ranks serve different committed rounds: the invariant."""
     served = {one.value for one in world.ranks if one.phase is Phase.SERVING and one.value != INITIAL}
     if len(served) > 1:
         return f"ranks serve different committed rounds: {sorted(served)}"
+    return None
+
+
+def forgets(world: World) -> str | None:
+    """Say so if a round was committed, so that it may have been served, and a restart would not find it."""
     newest = max(((one.round, one.value) for rank in world.ranks for one in rank.facts if one.committed), default=None)
     if newest is not None and agreed(tuple(one.facts for one in world.ranks)) != newest[1]:
         return f"round {newest[0]} was committed and served, and a restart would not find it"
     return None
 
 
-def explore(variant: Variant, bounds: Bounds) -> Found:
+def explore(variant: Variant, bounds: Bounds, *invariants: Callable[[World], str | None]) -> Found:
     """Visit every world that can be reached, the nearest first, up to the first that breaks an invariant."""
     model, found = Model(variant, bounds), Found()
     begin = model.begin()
     came_from: dict[World, tuple[World, str] | None] = {begin: None}
-    found.seen = set(came_from)
     queue = [begin]
     while queue and found.broken is None:
         later: list[World] = []
         for world in queue:
-            for name, after in model.steps(world):
+            for name, further in model.steps(world):
+                after = _forgotten(further)
                 if after in came_from:
                     continue
                 came_from[after] = world, name
                 later.append(after)
-                if found.broken is None and (broken := broken_by(after)) is not None:
+                broken = next(filter(None, (invariant(after) for invariant in invariants)), None)
+                if found.broken is None and broken is not None:
                     found.broken, found.way = broken, _way(came_from, after)
                 _count(found, after)
         queue = later
