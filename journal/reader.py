@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from residency.errors import JournalCorrupt, JournalError, JournalNewer
 from residency.journal.hashing import Column, blob_digest
-from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open, num_open
+from residency.journal.header import FileKind, foreign, inspect, note_closed, note_open, num_open, unusable
 from residency.journal.location import driver_missing, is_server, journal_path, shown_location
 from residency.journal.migrations import known_format
 from residency.journal.rows import Hashes, Row, Types, event_of_row
@@ -107,6 +107,9 @@ class JournalReader:
         except FAILURES as error:
             note_closed(key)
             raise explain(error, journal=path, wait_s=WAIT_S) from error
+        except OSError as error:
+            note_closed(key)
+            raise unusable(path, error) from error
         except BaseException:
             note_closed(key)
             raise

@@ -75,7 +75,8 @@ def open_source(path: Path, *, is_shared: bool) -> Source:
         try:
             return Source(_connected(path, "ro"))
         except FAILURES as error:
-            if not cannot_open(error):
+            # Where this process has it open, a copy is out of the question: to close the file drops SQLite's locks.
+            if is_shared or not cannot_open(error):
                 raise
             # The -shm of another user, or a folder that cannot be written.
     if not state.wal_bytes:

@@ -72,8 +72,10 @@ def damage(content: bytes) -> Unreachable | None:
             sums = _checksum(content[start + _FRAME.size : start + size], is_big, *sums)
             if list(sums) == stored:
                 continue
-        later = [s for s in starts[number:] if list(_FRAME.unpack_from(content, s)[2:4]) == salts]
-        return Unreachable(frame=number, num_after=len(later)) if later else None
+        later = [frame for s in starts[number:] if list((frame := _FRAME.unpack_from(content, s))[2:4]) == salts]
+        # Without a commit among them they are of a transaction that never ended: the next one, which writes over them,
+        # was torn by a crash.
+        return Unreachable(frame=number, num_after=len(later)) if any(frame[1] for frame in later) else None
     return None
 
 

@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 
+import residency
 from residency.effects.place import PlaceComponent
 from residency.errors import ProcessPoisoned, ResidencyError, RollbackFailed
 from residency.gpu.output import output_digest
 from residency.journal.store import Journal
 
 torch.set_num_threads(1)
+# A worker imports it when it attaches; here that would be once for every child.
+assert residency.attach is not None
 CHILD_S_MAX = 120
 
 

@@ -92,7 +92,7 @@ def is_found(path: Path) -> bool:
         return True
 
 
-def number_at(content: bytes, at: int, size: int) -> int:
+def number_at(content: bytes | bytearray, at: int, size: int) -> int:
     return int.from_bytes(content[at : at + size], "big")
 
 
@@ -322,6 +322,21 @@ def test_a_wal_that_a_crash_cut_or_left_half_written_at_its_end_is_no_finding(cr
     for content in (wal[:-1], wal[:-4096], wal[:-4097], wal[:-100] + bytes(100), wal[:32], wal[:31], b""):
         copy.with_name("journal.db-wal").write_bytes(content)
         assert said(copy) == (), len(content)
+
+
+def test_a_write_that_a_crash_tore_over_what_an_earlier_crash_left_is_no_finding(crashed: Path, tmp_path: Path) -> None:
+    copy = _copied(crashed, tmp_path / "copy")
+    copy.with_name("journal.db.head").unlink()
+    wal = bytearray(copy.with_name("journal.db-wal").read_bytes())
+    frame = 24 + 4096
+    starts = range(32, len(wal), frame)
+    commits = [number for number, at in enumerate(starts) if number_at(wal, at + 4, 4)]
+    assert commits[-1] == len(starts) - 1 and commits[-1] - commits[-2] > 2
+    # The last transaction lost its end in the first crash, and its first frame to the second.
+    del wal[starts[-1] :]
+    wal[starts[commits[-2] + 1] + 12] ^= 1
+    copy.with_name("journal.db-wal").write_bytes(wal)
+    assert said(copy) == ()
 
 
 def test_a_wal_that_is_being_written_is_no_finding(path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
