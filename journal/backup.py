@@ -13,7 +13,7 @@ from residency.errors import JournalCorrupt, JournalError
 from residency.journal.files import make_folder, sync_folder
 from residency.journal.head import Head, HeadUnreadable, read_head, write_head
 from residency.journal.header import unusable
-from residency.journal.location import SQLITE_SUFFIXES, beside, head_path, journal_path
+from residency.journal.location import SQLITE_SUFFIXES, beside, head_path, is_server, journal_path, shown_location
 from residency.journal.reader import JournalReader
 from residency.journal.sqlite import FAILURES, connect, explain
 from residency.journal.verify import verify
@@ -46,6 +46,12 @@ def backup(
         JournalError: there is something by that name already, the disk is full, it took longer than limit_s seconds, or
             the journal is on a server.
     """
+    if is_server(source_url):
+        raise JournalError(
+            journal=shown_location(source_url),
+            problem="is on a server, and a copy of it is the server's to make",
+            remedy="use pg_dump -n and the name of its schema, or 'residency export' for JSON Lines that make a file",
+        )
     source = journal_path(source_url)
     target = Path(os.path.realpath(os.path.expanduser(target_path)))
     for suffix in ("", ".head", *SQLITE_SUFFIXES):

@@ -250,7 +250,9 @@ class Journal:
         """
         if not isinstance(self._store, FileStore):
             raise JournalError(
-                journal=self.location, problem="is on a server, which keeps every event", remedy="use its own tools"
+                journal=self.location,
+                problem="is on a server, where no role may delete or number events",
+                remedy="import into a file, and prune a file; on a server begin a new schema, and archive the old one",
             )
         with self._alone(), self._store.rewriting() as rewrite:
             yield rewrite
