@@ -11,6 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 
 import residency
@@ -19,6 +20,8 @@ from residency.http_app import ControlApp
 
 def main() -> None:
     journal, port, hold = sys.argv[1:]
+    # Kernels this small are slower on several threads, and much slower on a busy machine.
+    torch.set_num_threads(1)
     spec = spec_from_file_location("tiny", Path(__file__).parents[1] / "worker" / "tiny.py")
     assert spec is not None and spec.loader is not None
     tiny: Any = module_from_spec(spec)
