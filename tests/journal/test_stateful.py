@@ -1,9 +1,10 @@
-"""Appends, reopens, second writers, crashes and reads by turns, against a list that stands for the journal."""
+"""Appends, lives, prunes, migrations, second writers and crashes by turns, against a list that stands for all of it."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from hypothesis.stateful import (
 )
 
 from residency.errors import JournalError
+from residency.journal import migrations
 from residency.journal.events import Draft, Event, EventType
+from residency.journal.hashing import blob_digest
+from residency.journal.prune import prune
 from residency.journal.reader import JournalReader
 from residency.journal.store import Journal
 from residency.journal.verify import verify
@@ -36,7 +40,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="residency-test-"))
         self.written: list[Event] = []
         self.writers: list[Journal] = []
-        self.number = 0
+        self.number = self.lives = 0
 
     @property
     def path(self) -> Path:
@@ -92,6 +96,45 @@ class JournalMachine(RuleBasedStateMachine):
             return
         raise AssertionError("a round below zero was written")
 
+    @precondition(lambda self: self.writers)
+    @rule(which=st.integers(0, 2), stream=st.sampled_from(["a", "b"]), blob=st.binary(max_size=2))
+    def live(self, which: int, stream: str, blob: bytes) -> None:
+        """One life of a worker, from its start to its end."""
+        self.lives += 1
+        started = {"fingerprint_digest": "f", "initial_placement": blob_digest(blob)}
+        drafts = [
+            Draft(type=EventType.EPOCH_STARTED, round=0, payload=started, blobs=(blob,)),
+            Draft(type=EventType.STOPPED, round=0, payload={"reason": "detach", "signal": None}),
+        ]
+        writer = self.writers[which % len(self.writers)]
+        self.written += writer.append(drafts, stream=stream, epoch=f"life-{self.lives}", witness=True)
+
+    @precondition(lambda self: self.writers and self.database is None)
+    @rule(which=st.integers(0, 2))
+    def prune(self, which: int) -> None:
+        """Old lives go, whole; everything else stays as it was written, and what says so comes last."""
+        removals = prune(self.writers[which % len(self.writers)], keep_epochs=1, now_ns=time.time_ns())
+        with JournalReader.open(self.url) as reader:
+            found = list(reader.events())
+        kept = [event for event in self.written if event in found]
+        gone = [event for event in self.written if event not in found]
+        said = found[len(kept) :]
+        assert found[: len(kept)] == kept
+        assert [event.type for event in said] == [EventType.PRUNED.value] * len(removals)
+        assert sum(one.num_events for one in removals) == len(gone)
+        assert all(event.epoch.startswith("life-") for event in gone)
+        assert not {event.epoch for event in gone} & {event.epoch for event in kept}
+        last = {event.stream: event.epoch for event in self.written if event.epoch.startswith("life-")}
+        assert not {event.epoch for event in gone} & set(last.values())
+        self.written = found
+
+    @precondition(lambda self: self.database is None and migrations.known_format() == 1)
+    @rule()
+    def become_a_later_program(self) -> None:
+        """Whoever opens the journal next brings it to a format that this program does not know yet."""
+        later = ("CREATE TABLE later (name TEXT NOT NULL PRIMARY KEY) STRICT",)
+        migrations.MIGRATIONS = (*migrations.MIGRATIONS, later)
+
     @rule()
     def crash(self) -> None:
         """What is on disk now is what a killed process leaves: it becomes the journal. A server ends the sessions."""
@@ -114,6 +157,7 @@ class JournalMachine(RuleBasedStateMachine):
             assert [finding for finding in verify(reader) if not finding.is_note] == []
 
     def teardown(self) -> None:
+        migrations.MIGRATIONS = migrations.MIGRATIONS[:1]
         for writer in self.writers:
             writer.close()
         if self.database is not None:
