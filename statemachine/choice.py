@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from residency.statemachine.room import Room
     from residency.statemachine.search import Parts, Search
 
-_RESIZED_MAX = 3  # ways to give a component more or less memory that are simulated
+_RESIZED_MAX = 2  # ways to give a component more or less memory that are simulated
 _FEW = 64  # of all combinations for each simulation that is allowed: most are ruled out by their bound
 
 

@@ -52,6 +52,7 @@ class Option:
     host_bytes: int
     moved: tuple[PhaseTraffic, ...] = field(repr=False)
     sections: tuple[Section, ...] = field(repr=False)
+    uneven_ns: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)  # of a search
 
 
 class Family:
@@ -96,6 +97,7 @@ class Options:
         self._paths = {name: layers.path() for name, layers in self.layers.items()}
         self._granule = max(1, sum(spec.total_bytes for spec in model.specs) // num_levels)
         self._looped = {name for phase in model.phases if phase.passes > 1 for name in phase.components}
+        self._made: dict[tuple[str, Counts, Counts, HostTier], Option] = {}
 
     def of(
         self, spec: ComponentSpec, *, known: Iterable[ComponentPlacement] = (), mode: Mode | None = None
@@ -135,6 +137,13 @@ class Options:
 
     def layerwise(self, spec: ComponentSpec, resident: Counts, kept: Counts, tier: HostTier) -> Option:
         """Return the option with so many layers of each group resident, and so many resident or held."""
+        key = spec.name, resident, kept, tier
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._layerwise(spec, resident, kept, tier)
+        return found
+
+    def _layerwise(self, spec: ComponentSpec, resident: Counts, kept: Counts, tier: HostTier) -> Option:
         residents, held = self.layers[spec.name].split(resident, kept)
         placement = ComponentPlacement(
             mode=Mode.LAYERWISE_OFFLOAD,

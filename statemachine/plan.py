@@ -12,7 +12,7 @@ from residency.gpu.workload import Workload
 from residency.statemachine.envelope import Envelope
 from residency.statemachine.policy import Policy
 
-PLANNER_VERSION = 3  # raised whenever equal inputs may give another plan
+PLANNER_VERSION = 4  # raised whenever equal inputs may give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

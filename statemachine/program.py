@@ -17,14 +17,16 @@ class Step:
     """A stretch of computing. layer: number of the one that it needs, or -1. load_ns: of its whole component, before.
 
     yields: what its component gives back of the window; enters, leaves: whether a run of the component begins or ends.
+    is_plain: nothing but computing, and perhaps waiting for a layer.
     """
 
-    __slots__ = ("component", "compute_ns", "enters", "layer", "leaves", "load_ns", "yields")
+    __slots__ = ("component", "compute_ns", "enters", "is_plain", "layer", "leaves", "load_ns", "yields")
 
     def __init__(self, component: str, compute_ns: int, *, layer: int = -1, yields: int = 0) -> None:
         self.component, self.compute_ns, self.layer, self.yields = component, compute_ns, layer, yields
         self.load_ns = 0
         self.enters = self.leaves = False
+        self.is_plain = True
 
 
 class Program:
@@ -109,6 +111,8 @@ class Program:
         else:
             steps.append(Step(use.component, outside_ns - outside_ns // 2, yields=where.yield_bytes))
         steps[-1].leaves = True
+        steps[0].is_plain = False
+        steps[-1].is_plain = not steps[-1].yields and len(steps) > 1
         body += steps
 
     def _layer(self, component: str, group: str, index: int) -> int:

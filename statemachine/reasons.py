@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from residency.statemachine.plan import PlanInputs
     from residency.statemachine.weighing import Weighed
 
-_SIMULATIONS_MAX = 8  # for each component, of changes that more memory would allow
+_SIMULATIONS_MAX = 4  # for each component, of changes that more memory would allow
 
 
 def what_binds(

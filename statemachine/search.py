@@ -23,6 +23,7 @@ Parts = tuple[Option, ...]
 # What decides between choices of nearly equal bounds, as parts of a request's time.
 _LINK_SHARE = 256
 _DEPTH_SHARE = 128
+_ROOM_BITS = 26  # of bytes: 64 MiB
 
 
 @dataclass(order=True, slots=True)
@@ -232,7 +233,11 @@ class Search:
                     free = max(part.layer_bytes // 4, window - moved.during_bytes)
                     total += 2 * phase.passes * part.layer_ns * part.layer_bytes // free
                     if part.sections and len(part.sections[index][0]) > 1:
-                        total += phase.passes * _uneven_ns(part.sections[index], free)
+                        # A guess, which need not know the room to the byte: many choices share it so.
+                        key = index, free >> _ROOM_BITS
+                        if key not in part.uneven_ns:
+                            part.uneven_ns[key] = _uneven_ns(part.sections[index], key[1] << _ROOM_BITS)
+                        total += phase.passes * part.uneven_ns[key]
         return total
 
     def _moved(self, parts: Parts) -> Sequence[PhaseTraffic]:

@@ -165,8 +165,7 @@ class Run:
         uniform = self._program.is_uniform(index)
         while number < len(bodies):
             position = self._position
-            for step in bodies[number]:
-                self._step(step, index)
+            self._pass(bodies[number], index)
             number += 1
             left, length = len(bodies) - number, self._position - position
             if not uniform or left < 2:
@@ -186,6 +185,30 @@ class Run:
                 self._repeat(index, totals, times)
                 number += times * period
             uniform = False
+
+    def _pass(self, body: list[Step], index: int) -> None:
+        """Run one pass; what most steps are is done here, for this is where the time goes."""
+        rooms, arrivals, is_held = self._rooms, self._arrivals, self._program.is_held
+        last_token, num = self._program.last_token, len(self._tokens)
+        for step in body:
+            if not step.is_plain:
+                self._step(step, index)
+                continue
+            layer = step.layer
+            if layer < 0:
+                self._ready_ns += step.compute_ns
+                continue
+            self._position = position = self._position + 1
+            if layer not in rooms:
+                self._fetch(layer, self._room_at_once(layer))
+            if arrivals[layer] > self._ready_ns:
+                self._wait(arrivals[layer], step, index)
+            self._ready_ns += step.compute_ns
+            if not self._is_full or self._yields:
+                self._run_ahead(running=layer)
+            if not is_held[layer] or last_token[layer] == (position - 1) % num:
+                self._take_back(layer)
+                self._run_ahead()
 
     def _step(self, step: Step, index: int) -> None:
         if step.enters and step.yields:
@@ -242,8 +265,9 @@ class Run:
         num = len(self._tokens)
         ahead, end = max(self._ahead, self._position), self._position + min(LOOKAHEAD_MAX, num)
         rooms, is_held = self._rooms, self._program.is_held
+        tokens = self._tokens
         while ahead < end:
-            token = self._tokens[ahead % num]
+            token = tokens[ahead % num]
             if token < 0:
                 # What is used after it has to lie where the window stays meanwhile.
                 self._yields.append((ahead, self._program.amounts[-1 - token]))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from residency.statemachine.request_model import RequestModel
     from residency.statemachine.room import Room
 
-_SLOWER = 0.02  # what is slower by so much than the fastest need not be simulated to its end
+_SLOWER = 0.01  # what is slower by so much than the fastest need not be simulated to its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,7 @@ class Weigher:
         self.model: RequestModel = room.model
         self._found: dict[str, Weighed] = {}
         self._refused: set[str] = set()
+        self._others: dict[str, Weighed | None] = {}  # that need not fit
         self.num_weighed = 0
 
     @property
@@ -103,6 +104,14 @@ class Weigher:
         self, placement: Placement, parts: Parts | None = None, *, enough_ns: int | None = None
     ) -> Weighed | None:
         """Simulate a placement that need not fit; None if its window is too small for a layer, or it is too slow."""
+        digest = placement.digest
+        if enough_ns is None:
+            if digest not in self._others:
+                self._others[digest] = self._found.get(digest) or self._simulated(placement, parts, None)
+            return self._others[digest]
+        return self._simulated(placement, parts, enough_ns)
+
+    def _simulated(self, placement: Placement, parts: Parts | None, enough_ns: int | None) -> Weighed | None:
         try:
             timeline = simulate(self.model, placement, enough_ns=enough_ns)
         except ValueError:

@@ -11,7 +11,7 @@ class WindowModel:
     The block that is given back for little is given back for much, too: the first stays always, the last one least.
     """
 
-    __slots__ = ("_bounds", "_gaps")
+    __slots__ = ("_bounds", "_free", "_gaps")
 
     def __init__(self, num_bytes: int, yields: list[int]) -> None:
         steps = sorted({min(amount, num_bytes) for amount in yields if amount > 0})
@@ -23,12 +23,13 @@ class WindowModel:
         # A block is there while less is given back than its bound.
         self._bounds = [bound for bound, _ in sizes]
         self._gaps: list[list[tuple[int, int, int]]] = [[(0, size, 0)] for _, size in sizes]
+        self._free = [size for _, size in sizes]  # of every block, in however many gaps
 
     def take(self, num_bytes: int, *, yielded: int, is_held: bool) -> tuple[Room, int] | None:
         """Return a room that stays while so much is given back, and when it is free; None if there is none."""
         blocks = range(len(self._bounds))
         for block in reversed(blocks) if is_held else blocks:
-            if yielded >= self._bounds[block]:
+            if num_bytes > self._free[block] or yielded >= self._bounds[block]:
                 continue
             gaps = self._gaps[block]
             best, least = -1, 0
@@ -40,6 +41,7 @@ class WindowModel:
             if best < 0:
                 continue
             start, end, free_ns = gaps[best]
+            self._free[block] -= num_bytes
             if not least:
                 del gaps[best]
                 return (block, start, end), free_ns
@@ -53,6 +55,7 @@ class WindowModel:
     def give(self, room: Room, free_ns: int) -> None:
         """Return a room that may be written to from then on."""
         block, start, end = room
+        self._free[block] += end - start
         gaps = self._gaps[block]
         place = 0
         while place < len(gaps) and gaps[place][0] < start:

@@ -23,7 +23,7 @@ BUDGET_S = {
     "ranks": 200,
     "replicas": 60,
     "residency": 150,
-    "statemachine": 40,
+    "statemachine": 60,
     "worker": 180,
     "": 60,
 }

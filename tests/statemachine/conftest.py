@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from residency.statemachine.recovery import Closing
+
+# The models of pipelines are those of the benchmarks, which are no part of the package. At the end, so that the folders
+# at the root shadow nothing.
+sys.path.append(str(Path(__file__).parents[2]))
 
 # Generated cases must cost seconds on two cores, and a slow one is no failure.
 settings.register_profile(

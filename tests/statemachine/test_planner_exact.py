@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from residency.effects.place import order_effects
+from residency.effects.spec import EffectSpec
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.records import HostReading
@@ -63,7 +65,22 @@ def is_feasible(inputs: PlanInputs, model: RequestModel, placement: Placement) -
         held = weights(inputs, placement, limit.active, limit.lingering)
         if held + window_bytes(inputs.specs, placement, active=limit.active) > limit.limit_bytes:
             return False
-    return pinned_bytes(inputs, placement) <= max(inputs.host.pin_budget_bytes, pinned_bytes(inputs, inputs.current))
+    most = max(inputs.host.pin_budget_bytes, pinned_bytes(inputs, inputs.current))
+    return max(pinned_bytes(inputs, placement), pinned_on_the_way(inputs, placement)) <= most
+
+
+def pinned_on_the_way(inputs: PlanInputs, placement: Placement) -> int:
+    """Return what is page-locked at most while one component after the other goes to a placement."""
+    now, found = dict(inputs.current.components), [pinned_bytes(inputs, inputs.current)]
+    changes = [
+        EffectSpec(index=0, component=name, before=now[name], after=placement.components[name])
+        for name in inputs.current.changes_to(placement)
+    ]
+    room = inputs.cap_bytes * 7 // 8 - weights(inputs, inputs.current, (), None)
+    for effect in order_effects(changes, inputs, growth_bytes=max(0, room)):
+        now[effect.component] = effect.after
+        found.append(pinned_bytes(inputs, Placement(components=now)))
+    return max(found)
 
 
 def with_window(inputs: PlanInputs, model: RequestModel, bare: Placement, share: int | None) -> Placement | None:
@@ -98,7 +115,10 @@ def with_window(inputs: PlanInputs, model: RequestModel, bare: Placement, share:
     components = {}
     for spec in inputs.specs:
         given = max([0, *(window - room[one.key] for one in model.memory_limits if spec.name in one.active)])
-        given = min(window, given + given // 8)
+        if given:
+            # All that the component needs beside weights finds room in it.
+            needs = [model.cap_bytes - one.limit_bytes for one in model.memory_limits if spec.name in one.active]
+            given = min(window, max(given + given // 8, *needs))
         one = replace(bare.components[spec.name], yield_bytes=given)
         components[spec.name] = replace(one, window_bytes=window) if spec in free else one
     return Placement(components=components) if has_room(inputs, model, components, window) else None
