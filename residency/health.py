@@ -12,6 +12,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
+def path_of(scope: Message) -> str:
+    """Return the path of an HTTP scope below where the app is mounted."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    # Some servers leave the root out of the path.
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
 class HealthApp:
     """Answers `/health/live` and `/health/ready` from values in memory; a warmup in another thread never blocks it.
 
@@ -27,7 +34,7 @@ class HealthApp:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            code, body = self.answer(scope["method"], scope["path"])
+            code, body = self.answer(scope["method"], path_of(scope))
             headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
             if code == 405:
                 headers.append((b"allow", b"GET, HEAD"))

@@ -13,7 +13,7 @@ import msgspec
 
 from residency.control import ControlRequest, Verb, is_fatal
 from residency.errors import ResidencyError
-from residency.health import HealthApp
+from residency.health import HealthApp, path_of
 from residency.http_body import check_headers, parse_body, read_body, wanted_wait
 from residency.http_guard import Guard
 from residency.http_problem import Problem
@@ -92,7 +92,7 @@ class ControlApp:
 
     async def _answer(self, scope: Message, receive: Receive) -> Reply | None:
         """Return what to send; None if the caller has gone."""
-        path, method = _path(scope), scope["method"]
+        path, method = path_of(scope), scope["method"]
         if path.startswith("/health/"):
             status, body = self._health.answer(method, path)
             return Reply(status, body, {"allow": "GET, HEAD"} if status == 405 else {})
@@ -188,13 +188,6 @@ class ControlApp:
                 self._on_fatal(error)
             except Exception:
                 log.exception("what is to end this process failed")
-
-
-def _path(scope: Message) -> str:
-    """Return the path below where the app is mounted."""
-    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    # Some servers leave the root out of the path.
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 async def _outcome_or_gone(serving: Future[Reply], receive: Receive, *, wait_s: float | None) -> bool:

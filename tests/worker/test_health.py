@@ -194,3 +194,10 @@ def test_lifespan_is_completed_so_that_a_server_may_run_it_alone(worker: Any) ->
     )
 
     assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+@pytest.mark.parametrize("path", ["/worker/health/live", "/health/live"])
+def test_mounted_below_a_path_it_answers_there(path: str, worker: Any) -> None:
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": "/worker"}
+    start, _ = drive(worker.attach(warmup=None).health(), scope)
+    assert start["status"] == 200
