@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import multiprocessing
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -147,7 +149,7 @@ def fold_it(path: Path) -> None:
 def print_folds(path: Path, num_events: int, rounds: int) -> None:
     """Print what folding a journal takes."""
     make_journal(path, num_events)
-    variants: dict[str, Callable[[], None]] = {
+    variants: dict[str, Callable[[], object]] = {
         "driver, msgspec, hash check": lambda: read_plainly(path, hashed=lambda row: plain_hash(row[:-1])),
         "the same with our hash": lambda: read_plainly(path, hashed=hash_row),
         "fold, hash check": lambda: fold_it(path),
@@ -155,6 +157,10 @@ def print_folds(path: Path, num_events: int, rounds: int) -> None:
     times = in_turn(variants, rounds)
     click.echo(f"\nfold of {num_events} events ({path.stat().st_size / 2**20:.0f} MiB)")
     print_table(times, unit="s", scale=1)
+    command = [sys.executable, "-m", "residency", "log", "-n", "20", "--journal", str(path)]
+    found = in_turn({"log": lambda: subprocess.run(command, check=True, capture_output=True)}, 2 * rounds)
+    click.echo("\n'residency log -n 20' on it, the whole process")
+    print_table(found, unit="s", scale=1)
 
 
 # Appending.
@@ -200,7 +206,7 @@ def print_appends(folder: Path, appends: int, rounds: int) -> None:
     bare = Bare(folder / "bare.db")
     with Journal.open(folder / "plain.db") as plain, Journal.open(folder / "witnessed.db") as witnessed:
         numbers = itertools.count()
-        variants: dict[str, Callable[[], None]] = {
+        variants: dict[str, Callable[[], object]] = {
             "driver": lambda: bare.append(draft(next(numbers))),
             "journal": lambda: _append(plain, draft(next(numbers)), witness=False),
             "journal, with its witness": lambda: _append(witnessed, draft(next(numbers)), witness=True),
@@ -257,7 +263,7 @@ def print_writers(path: Path, writers: int, appends: int) -> None:
 # What all of them share.
 
 
-def in_turn(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def in_turn(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each variant in each round; the order rotates."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
