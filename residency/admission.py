@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from residency.errors import EffectFailed, JournalError, OutsideEnvelope, PlacementInfeasible, SettingsError
 from residency.gpu.workload import Workload, shape_of_call
-from residency.statemachine.envelope import Envelope, Standing, envelope_of
+from residency.statemachine.envelope import Envelope, Outside, Standing, envelope_of
 from residency.statemachine.hint import Hint, hint_for
 from residency.statemachine.replanning import journaled_inputs
 from residency.statemachine.source import Source, SourceKind
@@ -29,14 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TRIED_MAX = 64  # shapes that were calibrated for in vain; their requests are refused without another attempt
-
-
-class Outside(Enum):
-    """What is done about a request outside of the envelope. The value is what `attach(outside=)` takes."""
-
-    ALLOW = "allow"
-    REFUSE = "refuse"
-    RECALIBRATE = "recalibrate"
 
 
 class Admission:

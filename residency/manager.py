@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from residency.admission import Admission, Outside
+from residency.admission import Admission
 from residency.control import Control
 from residency.epoch import Epoch
 from residency.errors import (
@@ -28,6 +28,7 @@ from residency.gpu.devices import limit_device as limit
 from residency.health import HealthApp
 from residency.interrupts import Interrupts, StopNotice, Terminated, deliver
 from residency.settings import parse_size
+from residency.statemachine.envelope import Outside
 from residency.statemachine.policy import Policy
 from residency.statemachine.worker import Silent
 from residency.worker_setup import Options, prepare

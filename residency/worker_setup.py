@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from residency.admission import Outside
 from residency.errors import ModeUnavailable, SettingsError, UnknownComponent, describe
 from residency.gpu.adapters import components_of
 from residency.gpu.device import Device
@@ -34,6 +33,7 @@ from residency.settings import (
     sentinel_path,
     worker_name,
 )
+from residency.statemachine.envelope import Outside
 from residency.statemachine.fingerprint import fingerprint, fingerprint_digest
 from residency.statemachine.initial import configured_placements, initial_placement
 from residency.statemachine.policy import Policy

@@ -25,6 +25,14 @@ class Standing(Enum):
     OUTSIDE = "outside"  # nobody knows that it fits
 
 
+class Outside(Enum):
+    """What is done about a request outside of the envelope. The value is what `attach(outside=)` takes."""
+
+    ALLOW = "allow"
+    REFUSE = "refuse"
+    RECALIBRATE = "recalibrate"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
     """What a placement is good for. measured: the shapes that ran, smallest first, whatever their steps.
