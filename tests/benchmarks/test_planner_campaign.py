@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import benchmarks.planner_campaign as campaign
 from benchmarks.planner import target_inputs
 from benchmarks.planner_campaign import Tally, check, draw
+from residency.statemachine.planner import make_plan
 
 if TYPE_CHECKING:
     import pytest
@@ -21,8 +21,7 @@ def test_plans_of_random_instances_are_those_that_trying_everything_finds() -> N
 
 
 def test_a_plan_that_is_not_the_best_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = campaign.make_plan
-    monkeypatch.setattr(campaign, "make_plan", lambda inputs: planned(draw(3)))
+    monkeypatch.setattr("benchmarks.planner_campaign.make_plan", lambda inputs: make_plan(draw(3)))
     assert check(2, Tally()) is not None
 
 
