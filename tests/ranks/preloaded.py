@@ -77,6 +77,36 @@ plain_pipeline, tiny.make_pipeline = tiny.make_pipeline, small_pipeline
 tiny.WORKLOAD = residency.Workload(width=96, height=96, frames=1, steps=2, batch=1)
 
 
+class Staging:
+    """The buffers of an all-to-all, which works only while all ranks hold them, made equally often.
+
+    is_ours: dropped and rebuilt by the rounds; else by the rank itself, where it runs out of memory.
+    """
+
+    def __init__(self, *, is_ours: bool) -> None:
+        self.is_ours = is_ours
+        self.held: list[int] = [0]
+
+    def drop(self) -> None:
+        """Let go of them."""
+        self.held.append(-1)
+
+    def rebuild(self) -> None:
+        """Make them anew, with the others."""
+        distributed.barrier()
+        self.held.append(max(self.held) + 1)
+
+    def interrupt(self) -> None:
+        """Nothing that could be interrupted."""
+
+    def all_to_all(self) -> None:
+        """Exchange, as a request does."""
+        found: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, self.held[-1])
+        if len(set(found)) > 1 or found[0] < 0:
+            raise RuntimeError(f"variant access: ranks hold different buffers, {found}")
+
+
 class Faults:
     """Strikes one rank where its life comes by: at an exchange, before or after it has passed its part (`before`,
     `after`), at an append to the journal that says so (`append`: before, `appended`: after), at the register (`decide`,
@@ -87,6 +117,8 @@ class Faults:
         self.faults = [one for one in faults if one["rank"] == rank]
         self.seen: dict[str, int] = {}
         self.steps: list[str] = []
+        self.staging: Staging | None = None
+        self.group: Any = None
 
     def come_by(self, at: str, name: str = "") -> str | None:
         """Strike, if it is here; returns what the caller has to do itself."""
@@ -172,8 +204,14 @@ class Faults:
         """In the middle of a request: all ranks meet, as those of a real one do."""
         if self.come_by("request") == "oom":
             raise torch.OutOfMemoryError("struck: out of memory")
-        if distributed.is_initialized():
-            distributed.barrier()
+        if self.staging is not None:
+            self.staging.all_to_all()
+        elif distributed.is_initialized():
+            distributed.barrier(self.group)
+        if self.come_by("met") == "oom":
+            if self.staging is not None and not self.staging.is_ours:
+                self.staging.drop()
+            raise torch.OutOfMemoryError("struck: out of memory after all have met")
 
 
 def _free_port() -> int:
@@ -203,7 +241,17 @@ def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, 
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     host = f"host {rank // life.get('per_host', size)}"
     worker = tiny.Worker(Path(folder) / f"{host}.db")
-    place = {"store": store, "rank": rank, "size": size} if life.get("store") == "kept" else {}
+    place: dict[str, Any] = {"store": store, "rank": rank, "size": size} if life.get("store") == "kept" else {}
+    if "replicas" in life:
+        # Data-parallel: a group for each, which all make in one order.
+        width = size // life["replicas"]
+        groups = [distributed.new_group(range(first, first + width)) for first in range(0, size, width)]
+        place["group"] = faults.group = groups[rank // width]
+        life = {**life, "options": {"name": f"replica-{rank // width}"}}
+    if "staging" in life:
+        faults.staging = Staging(is_ours=life["staging"] == "ours")
+        if faults.staging.is_ours:
+            place["workspaces"] = faults.staging
     ranks = residency.Ranks(limits=LIMITS, host=host, **place)
     cap = int(CAPS[rank % len(CAPS)] * 2**20)
     options = {"policy": POLICY, "cap": cap, "observer": faults, **life.get("options", {})}
