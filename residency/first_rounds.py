@@ -100,8 +100,10 @@ class FirstRounds:
                 journal=epoch.journal,
             )
         except JournalError as error:
+            # The others are told, and have none to wait for.
             epoch.lose_journal(error)
-            raise
+            lost = check_gate(gate_facts(epoch.setup, problem=error, recovery=None))
+            return Start(gate=lost, pinned_by=None, recovery=None)
 
     def _goes_on(self, why: str, wanted: bool) -> bool:
         """Return whether another round follows: wanted on one rank, and possible on all. Raises RankFailed."""

@@ -266,6 +266,7 @@ def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, 
     worker.pipeline.fail = in_step
     begun = time.monotonic()
     answer: dict[str, Any] = manager.start().to_json()
+    answer["asked"] = [ask(manager, one, rank) for one in life.get("asks", [])]
     worker.pipeline.fail = None
     answer["output"] = output_digest(worker.pipeline.request(tiny.WORKLOAD))
     answer |= {"seconds": time.monotonic() - begun, "state": manager.status()["state"], "steps": faults.steps}
@@ -274,6 +275,17 @@ def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, 
     if not life.get("vanish"):
         manager.detach()
     return answer
+
+
+def ask(manager: residency.Manager, asked: dict[str, Any], rank: int) -> dict[str, Any] | None:
+    """Send a control request, if this rank is asked; the others do something else meanwhile."""
+    if rank not in asked.get("ranks", range(4)):
+        # Until whoever was asked has given them up.
+        time.sleep(LIMITS.step_s + LIMITS.grace_s + 1.0)
+        return None
+    round_number = manager.status()["round"]
+    request = {"verb": asked["verb"], "epoch": manager.epoch, "round": round_number, "attempt": asked.get("attempt", 0)}
+    return manager.handle(request)
 
 
 def run_rank(rank: int, life: dict[str, Any], folder: str, where: str, answer: Path) -> None:

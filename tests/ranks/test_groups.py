@@ -45,3 +45,26 @@ def test_replicas_have_a_round_each_and_do_not_wait_for_each_other(live: Live) -
     assert [rank["decision"] for rank in second] == ["restored", "restored", "committed", "committed"]
     assert len({rank["epoch"] for rank in second}) == 2
     assert second[0]["epoch"] == second[1]["epoch"]
+
+
+def test_a_control_request_to_all_ranks_is_one_round_of_all(live: Live) -> None:
+    (case,) = live([[{"asks": [{"verb": "validate"}, {"verb": "calibrate"}, {"verb": "roll_back"}]}]])
+    (life,) = case
+    for number in range(3):
+        answers = [rank["asked"][number] for rank in life]
+        assert len({(one["outcome"], one["round"], one["epoch"]) for one in answers}) == 1, answers
+    validated, calibrated, gone_back = (one["outcome"] for one in life[0]["asked"])
+    assert validated == "committed" and calibrated in ("committed", "kept") and gone_back == "rolled-back"
+
+
+def test_one_that_reaches_a_single_rank_is_refused_in_time_and_leaves_all_able_to_run_the_next(live: Live) -> None:
+    asks = [{"verb": "validate", "ranks": [2]}, {"verb": "validate", "attempt": 1}]
+    (case,) = live([[{"asks": asks}]])
+    (life,) = case
+    assert [None if rank["asked"][0] is None else rank["asked"][0]["outcome"] for rank in life] == [
+        None,
+        None,
+        "refused",
+        None,
+    ]
+    assert {rank["asked"][1]["outcome"] for rank in life} == {"committed"}
