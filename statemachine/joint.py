@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _UNITS = 16  # parts in which scarce host memory is divided among ranks that want different amounts of it
 
+_WORTH_PART = 100  # of the slowest rank's time: who is faster by less has nothing to give for memory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointPlan:
@@ -45,7 +47,8 @@ def make_joint_plan(ranks: Sequence[PlanInputs], hosts: Sequence[str]) -> JointP
     Pure: equal inputs give equal plans, wherever they are made. Where ranks share a host, the pin budget and the
     available memory in the inputs of each are those of the whole host, present copies of all its ranks included (the
     least of what they read counts), and are divided where they are scarce, so that the slowest rank is as fast as it
-    can be. Of placements as fast as the slowest rank the others take the one with the least memory. A rank in which
+    can be. Of placements as fast as the slowest rank those that are faster by over a hundredth take the one with the
+    least memory. A rank in which
     no request succeeded is planned by its transfers, and changes nothing for the others. Ranks with equal inputs are
     solved once. Raises PlacementInfeasible, with a note that names the rank, if nothing fits on one of them,
     MeasurementRefused for absurd inputs, ValueError if `hosts` is not one name per rank.
@@ -244,7 +247,8 @@ class _Joint:
             faster = [
                 rank
                 for rank in host.ranks
-                if self._plans[rank].prediction.timed and self._plans[rank].prediction.duration_ns < slowest_ns
+                if self._plans[rank].prediction.timed
+                and self._plans[rank].prediction.duration_ns < slowest_ns - slowest_ns // _WORTH_PART
             ]
             plans = [(self._inputs[rank], self._plans[rank]) for rank in host.ranks]
             pins = host.pinned_bytes - sum(plan.prediction.pinned_bytes for _, plan in plans)
