@@ -56,6 +56,9 @@ def test_a_rank_that_lies_about_its_digest_makes_all_roll_back(live: Live) -> No
     first, _ = one(live, {"rank": 3, "what": "lie", "at": "digest"})
     assert decisions(first) == ["rolled-back"] * 4
     assert all("digest" in rank["reason"] for rank in first)
+    # Going back takes the same steps on all, wherever each was.
+    back = {tuple(step for step in rank["steps"] if step > "900") for rank in first}
+    assert len(back) == 1 and next(iter(back))[0] == "901.rolled back"
 
 
 def test_one_that_is_slow_within_the_limit_is_waited_for(live: Live) -> None:

@@ -30,6 +30,7 @@ EVERY_ERROR = [
     errors.EffectFailed(component="vae", action="placing", problem="out of memory"),
     errors.RollbackFailed(round_number=1, problems=("vae: lost", "unet: lost")),
     errors.ProcessPoisoned(round_number=1, problem="CUDA error: misaligned address"),
+    errors.OutsideEnvelope(units=2_000_000, units_max=1_048_576),
     errors.RankFailed(rank=2, problem="no sign of life for 20 s", pinned=False),
     errors.RoundUndecided(round_number=3, problem="the group's store is lost"),
     errors.PlacementInfeasible(needed_bytes=2**30, cap_bytes=2**20, bound_by="component 'vae'"),
