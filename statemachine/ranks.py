@@ -35,7 +35,7 @@ class RankLimits:
     join_s: float = 900.0  # loading a large model from a cold disk
     step_s: float = 300.0  # page-locking a hundred GiB took about one minute
     request_s: float = 900.0  # a first request may compile everything
-    silence_s: float = 20.0  # a process may be kept off its cores, or hold Python's lock, for seconds
+    silence_s: float = 30.0  # a process may be kept off its cores, or hold Python's lock, for seconds
     grace_s: float = 60.0  # longer than most requests take
     store_s: float = 10.0
 

@@ -255,6 +255,8 @@ def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, 
     ranks = residency.Ranks(limits=LIMITS, host=host, **place)
     cap = int(CAPS[rank % len(CAPS)] * 2**20)
     options = {"policy": POLICY, "cap": cap, "observer": faults, **life.get("options", {})}
+    if life.get("misled") == rank:
+        options["modes"] = {"nobody": "resident"}
     manager = worker.attach(ranks=ranks, **options)
     steps = [0]
 

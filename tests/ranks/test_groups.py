@@ -68,3 +68,12 @@ def test_one_that_reaches_a_single_rank_is_refused_in_time_and_leaves_all_able_t
         None,
     ]
     assert {rank["asked"][1]["outcome"] for rank in life} == {"committed"}
+
+
+def test_a_rank_that_cannot_be_attached_is_not_waited_for(live: Live) -> None:
+    (case,) = live([[{"misled": 1}]])
+    (life,) = case
+    assert (life[1]["status"], life[1]["error"]) == (2, "UnknownComponent")
+    for rank in (0, 2, 3):
+        assert life[rank]["decision"] == "gated"
+        assert "rank-failed: rank 1" in life[rank]["reason"] and "nobody" in life[rank]["reason"]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from residency.errors import SettingsError
+from residency.ranks import Ranks, find_place
 from residency.statemachine.gate import GateReason
 from residency.statemachine.ranks import RankLimits
 from residency.statemachine.ranks_start import JointRound, StartReport, agree, newest_common
@@ -90,3 +92,17 @@ def test_a_register_with_anything_but_a_commit_ends_the_round() -> None:
 def test_a_limit_that_is_none_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="silence_s"):
         RankLimits(silence_s=wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("world", "pass residency.Ranks"),
+        (Ranks(), "init_process_group"),
+        (Ranks(rank=0, size=2), "the store"),
+        (Ranks(rank=2, size=2, store=object()), "rank=2"),
+    ],
+)
+def test_ranks_that_nobody_could_find_are_refused_with_what_would_help(given: object, told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        find_place(given)
