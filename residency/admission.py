@@ -104,6 +104,8 @@ class Admission:
 
     def _planned(self, digest: str) -> tuple[PlanInputs, bool] | None:
         """Return what a placement was planned from last, and whether its shapes were run under it then."""
+        if self._epoch.log is None:
+            return None  # It has been said why there is no journal any more.
         try:
             rounds = self._epoch.remembered()
         except JournalError as error:
