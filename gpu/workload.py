@@ -52,14 +52,11 @@ def shape_of_call(arguments: Mapping[str, object], default: Workload) -> Workloa
                 found[side] = value
     prompt = arguments.get("prompt")
     prompts = len(prompt) if isinstance(prompt, Sized) and not isinstance(prompt, str) else 1
-    each = next(
-        (
-            value
-            for name in ("num_images_per_prompt", "num_videos_per_prompt")
-            if isinstance(value := arguments.get(name), int) and value >= 1
-        ),
-        1,
-    )
+    each = 1
+    for name in ("num_images_per_prompt", "num_videos_per_prompt"):
+        value = arguments.get(name)
+        if isinstance(value, int) and value >= 1:
+            each = value
     if prompts * each > 1:
         found["batch"] = prompts * each
     return Workload(**found)

@@ -37,7 +37,7 @@ class Admission:
         self, epoch: Epoch, outside: Outside, *, run: Callable[[Callable[[], RoundResult]], RoundResult]
     ) -> None:
         self._epoch, self._outside, self._run = epoch, outside, run
-        self.counts = dict.fromkeys(("extrapolated", "allowed", "refused", "recalibrated"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(("extrapolated", "allowed", "refused", "recalibrated"), 0)
         self._digest: str | None = None  # of the placement that `_basis` is of
         self._basis: tuple[PlanInputs, Envelope] | None = None
         self._tried: dict[int, None] = {}
