@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from residency.cli_compare import footprint, moved
+from residency.cli.compare import footprint, moved
 from residency.gpu.placement import ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.specs import ComponentSpec, LayerGroupSpec
 from residency.journal.events import Draft, EventType

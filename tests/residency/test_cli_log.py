@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from residency.cli_watch import INTERRUPTED
+from residency.cli.watch import INTERRUPTED
 from residency.journal.events import Draft, EventType
 from residency.statemachine.validation import Reason
 

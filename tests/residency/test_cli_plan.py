@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from residency.cli_plan import plan as verb
-from residency.cli_replay import verify
+from residency.cli.plan import plan as verb
+from residency.cli.replay import verify
 from residency.gpu.placement import RESIDENT, Mode, Placement
 from residency.gpu.records import HostReading, LinkReading, PhaseRecord, RequestKind
 from residency.journal.events import Draft, EventType
@@ -152,9 +152,9 @@ def test_other_limits_give_another_plan_and_say_what_changes(run: Run) -> None:
         "with 1.00 GiB for host copies instead of 4.00 GiB",
         "for 12 steps instead of 6",
         "A GiB LESS",
-        "COMPONENT     BEFORE",
     ):
         assert line in result.stdout, result.stdout
+    assert ["COMPONENT", "BEFORE", "PLANNED"] in [line.split() for line in result.stdout.splitlines()], result.stdout
     assert "the plan is" not in result.stdout
     found = shown(run("--vram", "150MiB", "--json"))
     assert found["same"] is None
@@ -216,7 +216,7 @@ def test_without_a_plan_there_is_nothing_to_plan_again(tmp_path: Path) -> None:
 
 
 def test_it_loads_no_torch() -> None:
-    code = "import sys; import residency.cli_plan; print('torch' in sys.modules, 'sqlalchemy' in sys.modules)"
+    code = "import sys; import residency.cli.plan; print('torch' in sys.modules, 'sqlalchemy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from residency.cli_tally import tally
+from residency.cli.tally import tally
 from residency.journal.events import Draft, EventType
 from residency.journal.fold import fold_stream
 from residency.journal.prune import prune

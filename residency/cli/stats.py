@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from residency.cli_common import (
+from residency.cli.common import (
     choose_stream,
     exit_codes,
     open_reader,
@@ -20,7 +20,7 @@ from residency.cli_common import (
     show_lines,
     utc_option,
 )
-from residency.cli_tally import Tally, Timed, tally
+from residency.cli.tally import Tally, Timed, tally
 from residency.journal.location import beside
 from residency.moments import rfc3339
 from residency.rendering import duration, short, size, span, table

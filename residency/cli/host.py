@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from residency.cli_common import FINDING, WORKER, exit_codes, journal_option, json_option, show_json, show_lines
+from residency.cli.common import FINDING, WORKER, exit_codes, journal_option, json_option, show_json, show_lines
 from residency.errors import SettingsError
 from residency.rendering import table
 from residency.settings import parse_size

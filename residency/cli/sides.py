@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from residency.cli_rounds import read_placement
+from residency.cli.explanation import shape_text
+from residency.cli.rounds import read_placement
 from residency.errors import SettingsError
-from residency.explanation import shape_text
 from residency.gpu.placement import Placement
 from residency.gpu.specs import ComponentSpec
 from residency.journal.events import EventType, payload

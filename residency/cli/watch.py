@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from residency.cli_events import describe
+from residency.cli.events import describe
 from residency.journal.events import EventType, payload
 from residency.statemachine.states import SETTLED, State
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from residency.cli_common import (
+from residency.cli.common import (
     FINDING,
     choose_stream,
     each_stream,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import msgspec
 
-from residency.cli_common import (
+from residency.cli.common import (
     FINDING,
     end_of,
     exit_codes,
@@ -19,9 +19,9 @@ from residency.cli_common import (
     show_lines,
     utc_option,
 )
-from residency.cli_life import pruned_after
-from residency.cli_rounds import placement_object, read_placement
-from residency.cli_views import read_view
+from residency.cli.life import pruned_after
+from residency.cli.rounds import placement_object, read_placement
+from residency.cli.views import read_view
 from residency.gpu.placement import ComponentPlacement, Placement
 from residency.moments import parse_moment
 from residency.rendering import placement_text, size, table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from residency.cli_common import (
+from residency.cli.common import (
     choose_stream,
     exit_codes,
     journal_option,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from residency.cli_common import FINDING, exit_codes, open_reader, reading_options, say, show_json, show_lines
-from residency.cli_rounds import changes, placement_object, read_placement
-from residency.cli_views import find_round, read_view
+from residency.cli.common import FINDING, exit_codes, open_reader, reading_options, say, show_json, show_lines
+from residency.cli.explanation import plan_lines, shape_text
+from residency.cli.frontier_plot import frontier_svg
+from residency.cli.rounds import changes, placement_object, read_placement
+from residency.cli.views import find_round, read_view
 from residency.errors import SettingsError
-from residency.explanation import plan_lines, shape_text
-from residency.frontier_plot import frontier_svg
 from residency.gpu.placement import Mode
 from residency.rendering import duration, short, size, table
 from residency.settings import parse_size

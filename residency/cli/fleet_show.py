@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from residency.cli_common import say, show_json, show_lines
+from residency.cli.common import say, show_json, show_lines
 from residency.control import Verb, read_request
 from residency.errors import SettingsError
 from residency.rendering import printable, short, table

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from residency.cli_common import FINDING, exit_codes, open_reader, reading_options, say, show_json, show_lines
-from residency.cli_rounds import (
+from residency.cli.common import FINDING, exit_codes, open_reader, reading_options, say, show_json, show_lines
+from residency.cli.explanation import budget_lines, change_text, fingerprint_changes, measurement_lines, plan_lines
+from residency.cli.rounds import (
     changes,
     death_in,
     ending_text,
@@ -17,8 +18,7 @@ from residency.cli_rounds import (
     round_events,
     source_text,
 )
-from residency.cli_views import find_round, read_view
-from residency.explanation import budget_lines, change_text, fingerprint_changes, measurement_lines, plan_lines
+from residency.cli.views import find_round, read_view
 from residency.journal.events import EventType, payload
 from residency.rendering import short
 from residency.statemachine.deaths import Death, digest_of

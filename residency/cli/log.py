@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from residency.cli_common import (
+from residency.cli.common import (
     FINDING,
     choose_stream,
     end_of,
@@ -21,8 +21,8 @@ from residency.cli_common import (
     show_json,
     utc_option,
 )
-from residency.cli_events import heading, row
-from residency.cli_watch import Watch, standing
+from residency.cli.events import heading, row
+from residency.cli.watch import Watch, standing
 from residency.moments import parse_moment, rfc3339
 from residency.rendering import event_object, json_line
 from residency.statemachine.states import State
@@ -30,7 +30,7 @@ from residency.statemachine.states import State
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from residency.cli_watch import Ending
+    from residency.cli.watch import Ending
     from residency.journal.events import Event
     from residency.journal.reader import JournalReader
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import shell_complete
 
-from residency.cli_common import OPENING, USAGE, WORKER, code_lines
+from residency.cli.common import OPENING, USAGE, WORKER, code_lines
 from residency.errors import ResidencyError
 from residency.settings import completion_request, wants_color
 
@@ -34,30 +34,30 @@ EXIT_CODES = "\n".join(
 
 # Verb -> the module it is in, in the order of the help. None of these modules loads torch or SQLAlchemy.
 VERBS = {
-    "demo": "residency.cli_host",
-    "at": "residency.cli_at",
-    "rounds": "residency.cli_rounds",
-    "log": "residency.cli_log",
-    "show": "residency.cli_rounds",
-    "placement": "residency.cli_placement",
-    "explain": "residency.cli_explain",
-    "plan": "residency.cli_plan",
-    "diff": "residency.cli_diff",
-    "stats": "residency.cli_stats",
-    "quarantine": "residency.cli_quarantine",
-    "replay": "residency.cli_replay",
-    "verify": "residency.cli_replay",
-    "graph": "residency.cli_host",
-    "doctor": "residency.cli_host",
-    "fleet": "residency.cli_fleet",
-    "export": "residency.cli_export",
-    "completion": "residency.cli_completion",
+    "demo": "residency.cli.host",
+    "at": "residency.cli.at",
+    "rounds": "residency.cli.rounds",
+    "log": "residency.cli.log",
+    "show": "residency.cli.rounds",
+    "placement": "residency.cli.placement",
+    "explain": "residency.cli.explain",
+    "plan": "residency.cli.plan",
+    "diff": "residency.cli.diff",
+    "stats": "residency.cli.stats",
+    "quarantine": "residency.cli.quarantine",
+    "replay": "residency.cli.replay",
+    "verify": "residency.cli.replay",
+    "graph": "residency.cli.host",
+    "doctor": "residency.cli.host",
+    "fleet": "residency.cli.fleet",
+    "export": "residency.cli.export",
+    "completion": "residency.cli.completion",
 }
 # The same of verbs that write, which load SQLAlchemy.
 WRITING = {
-    "import": "residency.cli_import",
-    "backup": "residency.cli_backup",
-    "prune": "residency.cli_prune",
+    "import": "residency.cli.importing",
+    "backup": "residency.cli.backup",
+    "prune": "residency.cli.prune",
 }
 COMPLETION_VARIABLE = "_RESIDENCY_COMPLETE"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from residency.cli_common import choose_stream, say
+from residency.cli.common import choose_stream, say
 from residency.journal.fold import fold_stream
 
 if TYPE_CHECKING:

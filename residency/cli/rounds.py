@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from residency.cli_common import (
+from residency.cli.common import (
     FINDING,
     exit_codes,
     open_reader,
@@ -17,8 +17,8 @@ from residency.cli_common import (
     show_lines,
     utc_option,
 )
-from residency.cli_events import describe
-from residency.cli_views import find_round, read_view
+from residency.cli.events import describe
+from residency.cli.views import find_round, read_view
 from residency.gpu.placement import Placement
 from residency.moments import rfc3339
 from residency.rendering import duration, event_object, placement_text, round_object, short, table

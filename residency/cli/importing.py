@@ -7,7 +7,7 @@ from typing import IO
 
 import click
 
-from residency.cli_common import exit_codes, journal_option, json_option, say, show_json
+from residency.cli.common import exit_codes, journal_option, json_option, say, show_json
 from residency.journal.importing import import_lines
 from residency.journal.store import Journal
 from residency.settings import journal_location, state_directory

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from residency.cli_common import (
+from residency.cli.common import (
     FINDING,
     each_stream,
     exit_codes,
@@ -18,11 +18,11 @@ from residency.cli_common import (
     show_lines,
     utc_option,
 )
-from residency.cli_events import describe
-from residency.cli_life import Life, life_at
-from residency.cli_placement import Moment, held_at, last_moves, moment_of, placement_table
-from residency.cli_rounds import ending_text, placement_object, read_placement, source_text
-from residency.explanation import bound_text, next_text
+from residency.cli.events import describe
+from residency.cli.explanation import bound_text, next_text
+from residency.cli.life import Life, life_at
+from residency.cli.placement import Moment, held_at, last_moves, moment_of, placement_table
+from residency.cli.rounds import ending_text, placement_object, read_placement, source_text
 from residency.moments import rfc3339
 from residency.rendering import event_object, short, size, span
 from residency.statemachine.deaths import Death

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from residency.cli_tally import pruned_in, rows
+from residency.cli.tally import pruned_in, rows
 from residency.journal.events import Event, EventType
 from residency.journal.fold import fold_stream
 from residency.journal.views import EpochView

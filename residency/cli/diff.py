@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from residency.cli_common import choose_stream, exit_codes, open_reader, reading_options, say, show_json, show_lines
-from residency.cli_compare import footprint, moved
-from residency.cli_rounds import ending_text
-from residency.cli_sides import Knowledge
+from residency.cli.common import choose_stream, exit_codes, open_reader, reading_options, say, show_json, show_lines
+from residency.cli.compare import footprint, moved
+from residency.cli.explanation import change_text, fingerprint_changes, shape_text
+from residency.cli.rounds import ending_text
+from residency.cli.sides import Knowledge
 from residency.errors import JournalError
-from residency.explanation import change_text, fingerprint_changes, shape_text
 from residency.rendering import duration, short, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from residency.cli_compare import Footprint, Moved, Specs
-    from residency.cli_sides import Measured, Side
+    from residency.cli.compare import Footprint, Moved, Specs
+    from residency.cli.sides import Measured, Side
 
 DIFFERENT = 1  # exit code, that of diff(1)
 

@@ -7,7 +7,7 @@ from click.shell_completion import get_completion_class
 
 from residency.cli import COMPLETION_VARIABLE
 from residency.cli import residency as group
-from residency.cli_common import exit_codes
+from residency.cli.common import exit_codes
 
 SHELLS = ("bash", "zsh", "fish")
 

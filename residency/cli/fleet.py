@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from residency.cli_common import FINDING, WORKER, exit_codes, json_option, say
-from residency.cli_fleet_show import Progress, read_answers, show_report
+from residency.cli.common import FINDING, WORKER, exit_codes, json_option, say
+from residency.cli.fleet_show import Progress, read_answers, show_report
 from residency.control import Verb
 from residency.statemachine.replicas import ReplicaOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from residency.cli_common import FC
+    from residency.cli.common import FC
     from residency.fleet import FleetReport
 
 UNKNOWN = 6  # exit code: whether a replica did what was asked is not known

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from residency.cli_common import choose_stream, exit_codes, journal_option, open_reader, say, stream_option
+from residency.cli.common import choose_stream, exit_codes, journal_option, open_reader, say, stream_option
 from residency.errors import SettingsError
 from residency.journal.export import export as write_lines
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from residency.cli_common import (
+from residency.cli.common import (
     FINDING,
     choose_stream,
     exit_codes,
@@ -19,7 +19,7 @@ from residency.cli_common import (
     show_json,
     stream_option,
 )
-from residency.cli_quarantine import Quarantined, quarantined
+from residency.cli.quarantine import Quarantined, quarantined
 from residency.errors import JournalError, StreamInUse
 from residency.journal.events import Draft, EventType
 from residency.journal.fold import fold_stream

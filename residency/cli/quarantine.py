@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from residency.cli import Verbs
-from residency.cli_common import (
+from residency.cli.common import (
     each_stream,
     exit_codes,
     open_reader,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from residency.statemachine.history import Held, Strike
 
 # Verb -> the module it is in. What writes has one of its own: it loads SQLAlchemy.
-VERBS = {"list": "residency.cli_quarantine", "clear": "residency.cli_quarantine_clear"}
+VERBS = {"list": "residency.cli.quarantine", "clear": "residency.cli.quarantine_clear"}
 
 
 class Quarantined(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from residency.cli_common import exit_codes, journal_option, json_option, say, show_json
+from residency.cli.common import exit_codes, journal_option, json_option, say, show_json
 from residency.journal.backup import backup as copy_journal
 from residency.rendering import size
 from residency.settings import journal_location
