@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from benchmarks.planner_models import component, flux_inputs, flux_model, gib, measured, use
 from residency.gpu.workload import Workload
-from residency.statemachine.joint import make_joint_plan
-from residency.statemachine.planner import make_plan
-from residency.statemachine.request_model import RequestModel, TimePhase
+from residency.statemachine.planner.joint import make_joint_plan
+from residency.statemachine.planner.make_plan import make_plan
+from residency.statemachine.planner.request_model import RequestModel, TimePhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
 
 SHAPE = Workload(width=1024, height=1024, frames=1, steps=4, batch=1)
 RANKS_PER_HOST = 8

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 from benchmarks.planner_models import flux_model, wan_model
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
-from residency.statemachine.best import fastest_placement
-from residency.statemachine.options import Option, Options
-from residency.statemachine.room import Room
-from residency.statemachine.timeline import simulate
+from residency.statemachine.planner.best import fastest_placement
+from residency.statemachine.planner.options import Option, Options
+from residency.statemachine.planner.room import Room
+from residency.statemachine.planner.timeline import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from residency.gpu.placement import Placement
     from residency.gpu.specs import ComponentSpec
-    from residency.statemachine.request_model import RequestModel
+    from residency.statemachine.planner.request_model import RequestModel
 
 NUM_SLOTS = 2
 CAPS_GIB = (40, 36, 32, 28, 24, 20, 16, 12, 8)

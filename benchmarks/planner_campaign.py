@@ -22,17 +22,17 @@ from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.records import HostReading, LinkReading
 from residency.gpu.workload import Workload
-from residency.statemachine.constraints import phase_limits
-from residency.statemachine.holdings import idle_bytes, pinned_bytes, weight_bytes
-from residency.statemachine.joint import make_joint_plan
-from residency.statemachine.options import Options
-from residency.statemachine.plan import PlanInputs
-from residency.statemachine.planner import make_plan, request_model
+from residency.statemachine.planner.constraints import phase_limits
+from residency.statemachine.planner.holdings import idle_bytes, pinned_bytes, weight_bytes
+from residency.statemachine.planner.joint import make_joint_plan
+from residency.statemachine.planner.make_plan import make_plan, request_model
+from residency.statemachine.planner.options import Options
+from residency.statemachine.planner.plan import PlanInputs
+from residency.statemachine.planner.request_model import RequestModel, TimePhase
+from residency.statemachine.planner.room import Room
+from residency.statemachine.planner.timeline import simulate
+from residency.statemachine.planner.transition import transition_peak
 from residency.statemachine.policy import GIB, Policy
-from residency.statemachine.request_model import RequestModel, TimePhase
-from residency.statemachine.room import Room
-from residency.statemachine.timeline import simulate
-from residency.statemachine.transition import transition_peak
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

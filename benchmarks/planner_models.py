@@ -13,10 +13,10 @@ from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 from residency.gpu.records import HostReading, LinkReading, PhaseRecord, RequestKind, RequestRecord
 from residency.gpu.specs import ComponentSpec, LayerGroupSpec
 from residency.gpu.workload import Workload
-from residency.statemachine.holdings import weight_bytes
-from residency.statemachine.plan import PlanInputs
-from residency.statemachine.request_model import ComponentUse, LayerUse, RequestModel, TimePhase
-from residency.statemachine.timeline import simulate
+from residency.statemachine.planner.holdings import weight_bytes
+from residency.statemachine.planner.plan import PlanInputs
+from residency.statemachine.planner.request_model import ComponentUse, LayerUse, RequestModel, TimePhase
+from residency.statemachine.planner.timeline import simulate
 
 GIB = 2**30
 MS = 10**6

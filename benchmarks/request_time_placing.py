@@ -12,16 +12,16 @@ from residency.gpu.placement import RESIDENT, Placement
 from residency.gpu.records import LinkReading, RequestRecord
 from residency.gpu.specs import ComponentSpec
 from residency.gpu.workload import Workload
-from residency.statemachine.best import best_placement, fastest_placement
-from residency.statemachine.bound import placement_bound
+from residency.statemachine.planner.best import best_placement, fastest_placement
+from residency.statemachine.planner.bound import placement_bound
+from residency.statemachine.planner.request_model import RequestModel
+from residency.statemachine.planner.timeline import simulate
 from residency.statemachine.policy import Policy
-from residency.statemachine.request_model import RequestModel
-from residency.statemachine.timeline import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from residency.statemachine.time_phase import ComponentUse
+    from residency.statemachine.planner.time_phase import ComponentUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ import msgspec
 
 from residency.errors import EffectFailed, JournalError, OutsideEnvelope, PlacementInfeasible, SettingsError
 from residency.gpu.workload import Workload, shape_of_call
-from residency.statemachine.envelope import Envelope, Outside, Standing, envelope_of
-from residency.statemachine.hint import Hint, hint_for
-from residency.statemachine.replanning import journaled_inputs
+from residency.statemachine.planner.envelope import Envelope, Outside, Standing, envelope_of
+from residency.statemachine.planner.hint import Hint, hint_for
+from residency.statemachine.planner.replanning import journaled_inputs
 from residency.statemachine.source import Source, SourceKind
 from residency.statemachine.states import State
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from residency.epoch import Epoch
     from residency.gpu.placement import Placement
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
     from residency.statemachine.source import RoundResult
 
 log = logging.getLogger(__name__)

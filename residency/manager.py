@@ -28,7 +28,7 @@ from residency.gpu.devices import limit_device as limit
 from residency.health import HealthApp
 from residency.interrupts import Interrupts, StopNotice, Terminated, deliver
 from residency.settings import parse_size
-from residency.statemachine.envelope import Outside
+from residency.statemachine.planner.envelope import Outside
 from residency.statemachine.policy import Policy
 from residency.statemachine.worker import Silent
 from residency.worker_setup import Options, prepare
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from residency.gpu.workload import Workload
     from residency.ranks import Ranks
     from residency.report import Report
-    from residency.statemachine.hint import Hint
+    from residency.statemachine.planner.hint import Hint
     from residency.statemachine.source import RoundResult
     from residency.statemachine.worker import Observer
     from residency.worker_setup import Setup

@@ -33,9 +33,9 @@ from residency.settings import (
     sentinel_path,
     worker_name,
 )
-from residency.statemachine.envelope import Outside
 from residency.statemachine.fingerprint import fingerprint, fingerprint_digest
 from residency.statemachine.initial import configured_placements, initial_placement
+from residency.statemachine.planner.envelope import Outside
 from residency.statemachine.policy import Policy
 from residency.statemachine.ranks import Alone
 from residency.worker import PipelineWorker

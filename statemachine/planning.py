@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from residency.statemachine.plan import PlanInputs
+from residency.statemachine.planner.plan import PlanInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from residency.gpu.placement import Placement
     from residency.gpu.records import RequestRecord
     from residency.statemachine.context import RoundContext
-    from residency.statemachine.plan import Plan
+    from residency.statemachine.planner.plan import Plan
     from residency.statemachine.source import Source
     from residency.statemachine.validating import Baseline
 

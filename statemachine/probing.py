@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
-from residency.statemachine.holdings import weight_bytes
+from residency.statemachine.planner.holdings import weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

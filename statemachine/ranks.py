@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from residency.errors import RoundUndecided, describe
-from residency.statemachine.planner import make_plan
+from residency.statemachine.planner.make_plan import make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from residency.gpu.workload import Workload
     from residency.statemachine.epoch_log import EpochLog
-    from residency.statemachine.plan import Plan, PlanInputs
+    from residency.statemachine.planner.plan import Plan, PlanInputs
     from residency.statemachine.validation import Verdict
 
 

@@ -12,8 +12,8 @@ import msgspec
 from residency.errors import PlacementInfeasible, RankFailed, RoundUndecided, describe
 from residency.gpu.workload import Workload
 from residency.journal.events import Draft, EventType
-from residency.statemachine.joint import make_joint_plan
-from residency.statemachine.plan import Plan, PlanInputs
+from residency.statemachine.planner.joint import make_joint_plan
+from residency.statemachine.planner.plan import Plan, PlanInputs
 from residency.statemachine.ranks import PREPARED, Alone, RequestEnd
 from residency.statemachine.ranks_words import ABORT, COMMIT, Word, abort_word, commit_word, read_word
 from residency.statemachine.validation import Blame, Verdict

@@ -12,7 +12,7 @@ from residency.journal.views import RoundView
 from residency.statemachine.deaths import Closing, closing, digest_of
 from residency.statemachine.fingerprint import differences
 from residency.statemachine.history import History
-from residency.statemachine.plan import PlanInputs
+from residency.statemachine.planner.plan import PlanInputs
 from residency.statemachine.policy import Policy
 
 if TYPE_CHECKING:

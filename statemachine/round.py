@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from residency.gpu.workload import Workload
     from residency.statemachine.context import RoundContext
     from residency.statemachine.machine import RoundMachine
-    from residency.statemachine.plan import Plan
+    from residency.statemachine.planner.plan import Plan
     from residency.statemachine.source import Source
     from residency.statemachine.states import State
 

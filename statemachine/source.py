@@ -8,7 +8,7 @@ from enum import Enum
 from residency.gpu.placement import Placement
 from residency.gpu.records import RequestRecord
 from residency.gpu.workload import Workload
-from residency.statemachine.plan import Plan
+from residency.statemachine.planner.plan import Plan
 from residency.statemachine.states import State
 from residency.statemachine.validation import Verdict
 

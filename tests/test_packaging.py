@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("residency", "statemachine", "journal", "effects", "gpu")
+PACKAGES = ("residency", *(f"residency.{folder}" for folder in FOLDERS[1:]))
 
 
 def call(*command: str | Path, cwd: Path) -> str:
@@ -48,7 +49,7 @@ def test_the_wheel_holds_every_module_of_the_checkout_and_nothing_else(wheel: Pa
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     prefixes = {folder: "residency" if folder == "residency" else f"residency/{folder}" for folder in FOLDERS}
-    prefixes["residency/cli"] = "residency/cli"
+    prefixes |= {"residency/cli": "residency/cli", "statemachine/planner": "residency/statemachine/planner"}
 
     sources = {f"{prefix}/{path.name}" for folder, prefix in prefixes.items() for path in (ROOT / folder).glob("*.py")}
     assert packed == sources | {"residency/py.typed"}
@@ -60,7 +61,7 @@ def test_the_wheel_runs_outside_the_checkout(installed: Path, tmp_path: Path) ->
     assert shown.startswith("Usage: residency ")
 
 
-@pytest.mark.parametrize("package", ["residency", "residency.cli", *(f"residency.{folder}" for folder in FOLDERS[1:])])
+@pytest.mark.parametrize("package", ["residency.cli", "residency.statemachine.planner", *PACKAGES])
 def test_the_wheel_imports_its_own_packages(package: str, installed: Path, tmp_path: Path) -> None:
     code = f"import {package} as found; print(found.__file__)"
     file = call(installed / "bin" / "python", "-c", code, cwd=tmp_path).strip()

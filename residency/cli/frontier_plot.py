@@ -10,7 +10,7 @@ from residency.rendering import duration, size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from residency.statemachine.replanning import Point
+    from residency.statemachine.planner.replanning import Point
 
 WIDTH, HEIGHT = 720, 420
 LEFT, RIGHT, TOP, BOTTOM = 80, 24, 48, 64  # margins

@@ -18,15 +18,15 @@ from residency.errors import SettingsError
 from residency.gpu.placement import Mode
 from residency.rendering import duration, short, size, table
 from residency.settings import parse_size
-from residency.statemachine.plan import PLANNER_VERSION
-from residency.statemachine.planner import make_plan, shortfall
-from residency.statemachine.replanning import Sameness, compare_plan, frontier, journaled_inputs, what_if
+from residency.statemachine.planner.make_plan import make_plan, shortfall
+from residency.statemachine.planner.plan import PLANNER_VERSION
+from residency.statemachine.planner.replanning import Sameness, compare_plan, frontier, journaled_inputs, what_if
 
 if TYPE_CHECKING:
     from residency.gpu.placement import Placement
     from residency.journal.views import RoundView, StreamView
-    from residency.statemachine.plan import Plan, PlanInputs
-    from residency.statemachine.replanning import Point
+    from residency.statemachine.planner.plan import Plan, PlanInputs
+    from residency.statemachine.planner.replanning import Point
 
 
 def _as_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:

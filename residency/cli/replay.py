@@ -26,7 +26,7 @@ from residency.moments import rfc3339
 from residency.rehearsal import rehearse
 from residency.rendering import paint, round_object, short, table
 from residency.settings import journal_location, kill_switch, sentinel_path
-from residency.statemachine.replanning import Sameness, check_plan
+from residency.statemachine.planner.replanning import Sameness, check_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from benchmarks.planner_baseline import bytes_times_uses, compare
 from benchmarks.planner_models import flux_model, wan_model
 from benchmarks.request_time_shards import BYTES_USES, GIB, Mode, parse_peers
 from residency.gpu.placement import Mode as PlacementMode
-from residency.statemachine.holdings import weight_bytes
+from residency.statemachine.planner.holdings import weight_bytes
 
 
 @pytest.mark.parametrize("cap", [24, 8])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.planner import target_inputs
 from benchmarks.planner_campaign import Tally, check, draw
-from residency.statemachine.planner import make_plan
+from residency.statemachine.planner.make_plan import make_plan
 
 if TYPE_CHECKING:
     import pytest

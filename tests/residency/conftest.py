@@ -18,7 +18,7 @@ from residency.gpu.specs import ComponentSpec, LayerGroupSpec
 from residency.gpu.workload import Workload
 from residency.journal.events import Draft, EventType
 from residency.journal.store import Journal
-from residency.statemachine.plan import PlanInputs
+from residency.statemachine.planner.plan import PlanInputs
 
 MIB = 2**20
 OFFLOADED = ComponentPlacement(mode=Mode.COMPONENT_OFFLOAD, tier=HostTier.PINNED)

@@ -18,10 +18,10 @@ from residency.gpu.placement import RESIDENT, Mode, Placement
 from residency.gpu.records import HostReading, LinkReading, PhaseRecord, RequestKind
 from residency.journal.events import Draft, EventType
 from residency.journal.store import Journal
-from residency.statemachine.plan import PLANNER_VERSION, PlanInputs
-from residency.statemachine.planner import make_plan
+from residency.statemachine.planner.make_plan import make_plan
+from residency.statemachine.planner.plan import PLANNER_VERSION, PlanInputs
+from residency.statemachine.planner.replanning import Sameness, check_plan, frontier, what_if
 from residency.statemachine.planning import plan_payload
-from residency.statemachine.replanning import Sameness, check_plan, frontier, what_if
 from residency.statemachine.source import Source, SourceKind
 from tests.residency.conftest import INITIAL, MIB, SHAPE, SPECS, record
 

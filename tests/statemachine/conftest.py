@@ -15,7 +15,7 @@ from residency.gpu.records import HostReading, LinkReading, PhaseRecord, Request
 from residency.gpu.specs import ComponentSpec, LayerGroupSpec
 from residency.gpu.workload import Workload
 from residency.journal.views import EpochView, OpenIntent, RoundView, StreamView
-from residency.statemachine.plan import PlanInputs
+from residency.statemachine.planner.plan import PlanInputs
 from residency.statemachine.policy import Policy
 from residency.statemachine.recovery import closing
 

@@ -12,11 +12,11 @@ from benchmarks.planner_models import GIB, MS, all_resident, component, flux_mod
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.specs import window_bytes
-from residency.statemachine.best import best_placement, fastest_placement
-from residency.statemachine.bound import pass_bound_ns, placement_bound
-from residency.statemachine.layer_choice import evenly
-from residency.statemachine.request_model import ComponentUse, RequestModel, TimePhase
-from residency.statemachine.timeline import simulate
+from residency.statemachine.planner.best import best_placement, fastest_placement
+from residency.statemachine.planner.bound import pass_bound_ns, placement_bound
+from residency.statemachine.planner.layer_choice import evenly
+from residency.statemachine.planner.request_model import ComponentUse, RequestModel, TimePhase
+from residency.statemachine.planner.timeline import simulate
 
 
 def layerwise(

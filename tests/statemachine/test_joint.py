@@ -10,12 +10,12 @@ import pytest
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import HostTier, Mode
 from residency.gpu.records import HostReading
-from residency.statemachine.joint import make_joint_plan
-from residency.statemachine.plan import HostShare
-from residency.statemachine.planner import make_plan
+from residency.statemachine.planner.joint import make_joint_plan
+from residency.statemachine.planner.make_plan import make_plan
+from residency.statemachine.planner.plan import HostShare
 
 if TYPE_CHECKING:
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
     from tests.statemachine.conftest import Build
 
 MIB = 2**20

@@ -10,13 +10,13 @@ import pytest
 from benchmarks.planner_models import all_resident, flux_inputs, flux_model
 from residency.gpu.placement import ComponentPlacement, HostTier, Mode
 from residency.gpu.records import RequestKind
-from residency.statemachine.observed import loops
-from residency.statemachine.planner import predict
-from residency.statemachine.request_model import RequestModel
+from residency.statemachine.planner.make_plan import predict
+from residency.statemachine.planner.observed import loops
+from residency.statemachine.planner.request_model import RequestModel
 
 if TYPE_CHECKING:
     from residency.gpu.records import RequestRecord
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
     from tests.statemachine.conftest import Build
 
 MS = 10**6

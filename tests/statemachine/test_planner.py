@@ -12,12 +12,12 @@ import pytest
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.records import HostReading, RequestKind
-from residency.statemachine.constraints import extrapolate, phase_limits
-from residency.statemachine.layer_choice import layers_of
-from residency.statemachine.plan import Plan, PlanInputs
-from residency.statemachine.planner import make_plan, predict, request_model
+from residency.statemachine.planner.constraints import extrapolate, phase_limits
+from residency.statemachine.planner.layer_choice import layers_of
+from residency.statemachine.planner.make_plan import make_plan, predict, request_model
+from residency.statemachine.planner.plan import Plan, PlanInputs
+from residency.statemachine.planner.timing import timing_record
 from residency.statemachine.policy import Policy
-from residency.statemachine.timing import timing_record
 
 if TYPE_CHECKING:
     from tests.statemachine.conftest import Build

@@ -16,17 +16,17 @@ from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.records import HostReading
 from residency.gpu.specs import window_bytes
-from residency.statemachine.constraints import phase_limits
-from residency.statemachine.options import Options
-from residency.statemachine.planner import make_plan, predict, request_model
+from residency.statemachine.planner.constraints import phase_limits
+from residency.statemachine.planner.make_plan import make_plan, predict, request_model
+from residency.statemachine.planner.options import Options
+from residency.statemachine.planner.timeline import simulate
 from residency.statemachine.policy import Policy
-from residency.statemachine.timeline import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from residency.statemachine.plan import PlanInputs
-    from residency.statemachine.request_model import RequestModel
+    from residency.statemachine.planner.plan import PlanInputs
+    from residency.statemachine.planner.request_model import RequestModel
     from tests.statemachine.conftest import Build
 
 MIB = 2**20

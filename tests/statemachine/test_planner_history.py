@@ -10,17 +10,17 @@ import pytest
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.records import PhaseRecord, RequestKind
 from residency.gpu.workload import Workload
-from residency.statemachine.constraints import extrapolate
-from residency.statemachine.joint import make_joint_plan
-from residency.statemachine.observed import loops
-from residency.statemachine.planner import fit_probe, make_plan, predict
+from residency.statemachine.planner.constraints import extrapolate
+from residency.statemachine.planner.joint import make_joint_plan
+from residency.statemachine.planner.make_plan import fit_probe, make_plan, predict
+from residency.statemachine.planner.observed import loops
 from residency.statemachine.policy import GIB, Policy
 from residency.statemachine.probing import bounded_workload, measured_steps
 
 if TYPE_CHECKING:
     from residency.gpu.records import RequestRecord
     from residency.gpu.specs import ComponentSpec
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
     from tests.statemachine.conftest import Build
 
 VIDEO = Workload(width=832, height=480, frames=17, steps=4, batch=1)

@@ -10,13 +10,13 @@ import pytest
 from residency.errors import MeasurementRefused
 from residency.gpu.placement import RESIDENT, Mode
 from residency.gpu.records import HostReading
-from residency.statemachine.planner import make_plan, predict
-from residency.statemachine.request_model import ComponentUse, LayerUse, RequestModel, TimePhase
+from residency.statemachine.planner.make_plan import make_plan, predict
+from residency.statemachine.planner.request_model import ComponentUse, LayerUse, RequestModel, TimePhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
     from tests.statemachine.conftest import Build
 
 MIB = 2**20

@@ -10,10 +10,10 @@ import pytest
 from benchmarks.planner_models import GIB, flux_inputs
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 from residency.gpu.records import HostReading
-from residency.statemachine.planner import make_plan, predict
+from residency.statemachine.planner.make_plan import make_plan, predict
 
 if TYPE_CHECKING:
-    from residency.statemachine.plan import Plan
+    from residency.statemachine.planner.plan import Plan
     from tests.statemachine.conftest import Build
 
 MIB = 2**20

@@ -14,12 +14,12 @@ from residency.gpu.placement import Mode
 from residency.gpu.records import HostReading, LinkReading
 from residency.gpu.specs import LayerGroupSpec
 from residency.gpu.workload import Workload
-from residency.statemachine.planner import make_plan, predict
+from residency.statemachine.planner.make_plan import make_plan, predict
 from residency.statemachine.policy import Policy
 
 if TYPE_CHECKING:
     from residency.gpu.specs import ComponentSpec
-    from residency.statemachine.plan import Plan, PlanInputs
+    from residency.statemachine.planner.plan import Plan, PlanInputs
     from tests.statemachine.conftest import Build
 
 GIB, MIB = 2**30, 2**20

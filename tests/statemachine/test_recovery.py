@@ -13,7 +13,7 @@ from residency.gpu.placement import Placement
 from residency.journal.events import Draft, EventType
 from residency.journal.fold import fold_stream
 from residency.journal.store import Journal
-from residency.statemachine.plan import PlanInputs
+from residency.statemachine.planner.plan import PlanInputs
 from residency.statemachine.policy import Policy
 from residency.statemachine.recovery import Decision, DecisionKind, closing, decide
 

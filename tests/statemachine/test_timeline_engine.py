@@ -16,10 +16,10 @@ from residency.gpu.pipeline import ManagedPipeline
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.specs import window_bytes
 from residency.gpu.window import Window
-from residency.statemachine.program import Program
-from residency.statemachine.request_model import ComponentUse, LayerUse, RequestModel, TimePhase
-from residency.statemachine.timeline import Run
-from residency.statemachine.window_model import WindowModel
+from residency.statemachine.planner.program import Program
+from residency.statemachine.planner.request_model import ComponentUse, LayerUse, RequestModel, TimePhase
+from residency.statemachine.planner.timeline import Run
+from residency.statemachine.planner.window_model import WindowModel
 
 if TYPE_CHECKING:
     from residency.gpu.specs import ComponentSpec

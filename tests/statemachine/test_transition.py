@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode, Placement
 from residency.gpu.records import HostReading
-from residency.statemachine.planner import make_plan
-from residency.statemachine.transition import transition_peak
+from residency.statemachine.planner.make_plan import make_plan
+from residency.statemachine.planner.transition import transition_peak
 
 if TYPE_CHECKING:
     from residency.gpu.records import RequestRecord

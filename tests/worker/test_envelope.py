@@ -10,7 +10,7 @@ import pytest
 import residency
 from residency.errors import OutsideEnvelope, SettingsError
 from residency.gpu.workload import shape_of_call
-from residency.statemachine.envelope import Standing
+from residency.statemachine.planner.envelope import Standing
 
 SHAPE = residency.Workload(width=128, height=128, frames=1, steps=6, batch=1)
 LARGER = residency.Workload(width=192, height=192, frames=1, steps=6, batch=1)

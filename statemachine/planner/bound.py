@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from residency.gpu.placement import ComponentPlacement, Mode
 from residency.gpu.specs import window_bytes
-from residency.statemachine.flows import steady_flows
+from residency.statemachine.planner.flows import steady_flows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from residency.gpu.placement import Placement
     from residency.gpu.specs import ComponentSpec
-    from residency.statemachine.request_model import RequestModel
+    from residency.statemachine.planner.request_model import RequestModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING
 
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import RESIDENT, HostTier, Placement
-from residency.statemachine.bound import placement_bound
-from residency.statemachine.choice import Chooser
-from residency.statemachine.holdings import idle_bytes
-from residency.statemachine.options import Options
+from residency.statemachine.planner.bound import placement_bound
+from residency.statemachine.planner.choice import Chooser
+from residency.statemachine.planner.holdings import idle_bytes
+from residency.statemachine.planner.options import Options
+from residency.statemachine.planner.room import Room
+from residency.statemachine.planner.search import Search
+from residency.statemachine.planner.timeline import simulate
+from residency.statemachine.planner.weighing import Rules
 from residency.statemachine.policy import Policy
-from residency.statemachine.room import Room
-from residency.statemachine.search import Search
-from residency.statemachine.timeline import simulate
-from residency.statemachine.weighing import Rules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from residency.gpu.placement import ComponentPlacement
-    from residency.statemachine.bound import Bound
-    from residency.statemachine.options import Family
-    from residency.statemachine.request_model import RequestModel
-    from residency.statemachine.search import Parts
-    from residency.statemachine.timeline import Timeline
+    from residency.statemachine.planner.bound import Bound
+    from residency.statemachine.planner.options import Family
+    from residency.statemachine.planner.request_model import RequestModel
+    from residency.statemachine.planner.search import Parts
+    from residency.statemachine.planner.timeline import Timeline
 
 _STEPS = (8, 4, 2, 1)
 _EQUALS_MAX = 32  # placements of one bound that are simulated

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from residency.gpu.placement import Placement
-from residency.statemachine.holdings import idle_bytes, pinned_bytes, weight_bytes
-from residency.statemachine.options import host_bytes
-from residency.statemachine.search import Parts, Search
-from residency.statemachine.timeline import Timeline, simulate
+from residency.statemachine.planner.holdings import idle_bytes, pinned_bytes, weight_bytes
+from residency.statemachine.planner.options import host_bytes
+from residency.statemachine.planner.search import Parts, Search
+from residency.statemachine.planner.timeline import Timeline, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from residency.statemachine.options import Family
-    from residency.statemachine.request_model import RequestModel
-    from residency.statemachine.room import Room
+    from residency.statemachine.planner.options import Family
+    from residency.statemachine.planner.request_model import RequestModel
+    from residency.statemachine.planner.room import Room
 
 _SLOWER = 0.01  # what is slower by so much than the fastest need not be simulated to its end
 

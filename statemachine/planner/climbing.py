@@ -6,14 +6,14 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from residency.gpu.placement import HostTier, Mode
-from residency.statemachine.options import Family
+from residency.statemachine.planner.options import Family
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from residency.statemachine.options import Option, Options
-    from residency.statemachine.search import Parts, Search
-    from residency.statemachine.weighing import Weighed, Weigher
+    from residency.statemachine.planner.options import Option, Options
+    from residency.statemachine.planner.search import Parts, Search
+    from residency.statemachine.planner.weighing import Weighed, Weigher
 
 _BEAM = 12  # partial placements that are kept for each component
 _SEEDS = 8  # placements that look best, of which the fastest are improved

@@ -9,8 +9,8 @@ from residency.gpu.placement import Mode
 
 if TYPE_CHECKING:
     from residency.gpu.placement import Placement
-    from residency.statemachine.request_model import RequestModel
-    from residency.statemachine.time_phase import ComponentUse, TimePhase
+    from residency.statemachine.planner.request_model import RequestModel
+    from residency.statemachine.planner.time_phase import ComponentUse, TimePhase
 
 
 class Step:

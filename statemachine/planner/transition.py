@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from residency.effects.place import growth_room, order_effects
 from residency.effects.spec import EffectSpec
 from residency.gpu.placement import Placement
-from residency.statemachine.holdings import pinned_bytes
+from residency.statemachine.planner.holdings import pinned_bytes
 
 if TYPE_CHECKING:
     from residency.effects.place import Described

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from residency.statemachine.bound import PhaseTraffic, stretches
-from residency.statemachine.climbing import Climber
-from residency.statemachine.weighing import Rules, Weighed, Weigher
+from residency.statemachine.planner.bound import PhaseTraffic, stretches
+from residency.statemachine.planner.climbing import Climber
+from residency.statemachine.planner.weighing import Rules, Weighed, Weigher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from residency.gpu.placement import ComponentPlacement, Placement
-    from residency.statemachine.options import Family, Option, Options
-    from residency.statemachine.room import Room
-    from residency.statemachine.search import Parts, Search
+    from residency.statemachine.planner.options import Family, Option, Options
+    from residency.statemachine.planner.room import Room
+    from residency.statemachine.planner.search import Parts, Search
 
 _RESIZED_MAX = 2  # ways to give a component more or less memory that are simulated
 _FEW = 64  # of all combinations for each simulation that is allowed: most are ruled out by their bound

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 from residency.gpu.specs import ComponentSpec
-from residency.statemachine.bound import PhaseTraffic, runs_of, traffic
-from residency.statemachine.layer_choice import Counts, Layers, layers_of
+from residency.statemachine.planner.bound import PhaseTraffic, runs_of, traffic
+from residency.statemachine.planner.layer_choice import Counts, Layers, layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from residency.gpu.placement import Placement
-    from residency.statemachine.request_model import RequestModel
+    from residency.statemachine.planner.request_model import RequestModel
 
 NUM_SLOTS = 2  # one layer computes while the next one comes
 Section = tuple[list[int], list[int], list[int]]  # ns of computing, bytes that stream, ns of the link for them

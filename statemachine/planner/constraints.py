@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from residency.statemachine.holdings import weight_bytes
-from residency.statemachine.slack import slack_bytes
+from residency.statemachine.planner.holdings import weight_bytes
+from residency.statemachine.planner.slack import slack_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from residency.gpu.placement import Placement
     from residency.gpu.records import PhaseRecord, RequestRecord
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
 
 _Key = tuple[str, tuple[str, ...], "str | None", tuple[str, ...]]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from residency.gpu.placement import Mode
-from residency.statemachine.holdings import weight_bytes
-from residency.statemachine.slack import slack_bytes
-from residency.statemachine.time_phase import ComponentUse, LayerUse, TimePhase
-from residency.statemachine.timing import timing_record, transfer_ns, waits_known
+from residency.statemachine.planner.holdings import weight_bytes
+from residency.statemachine.planner.slack import slack_bytes
+from residency.statemachine.planner.time_phase import ComponentUse, LayerUse, TimePhase
+from residency.statemachine.planner.timing import timing_record, transfer_ns, waits_known
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from residency.errors import PlacementInfeasible
 from residency.gpu.workload import Workload
-from residency.statemachine.envelope import Envelope, Standing
-from residency.statemachine.planner import make_plan
+from residency.statemachine.planner.envelope import Envelope, Standing
+from residency.statemachine.planner.make_plan import make_plan
 
 if TYPE_CHECKING:
     from residency.gpu.placement import Placement
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
 
 DISCLAIMER = "estimated from other shapes; nothing is moved for it: calibrate with this shape in workloads= to have it"
 

@@ -7,11 +7,11 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from residency.gpu.workload import Workload
-from residency.statemachine.constraints import phase_limits
+from residency.statemachine.planner.constraints import phase_limits
 
 if TYPE_CHECKING:
     from residency.gpu.placement import Placement
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
 
 _LARGER_MAX = 64  # times the largest measured size: beyond, an extrapolation means nothing
 _HALVINGS = 12

@@ -10,8 +10,8 @@ from residency.gpu.placement import Mode, Placement
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from residency.statemachine.options import Option
-    from residency.statemachine.request_model import MemoryLimit, RequestModel
+    from residency.statemachine.planner.options import Option
+    from residency.statemachine.planner.request_model import MemoryLimit, RequestModel
 
 
 _GIVEN_PART = 8  # at least so much more is given back: without it an allocator had to tidy up in every request

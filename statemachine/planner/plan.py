@@ -9,7 +9,7 @@ from residency.gpu.placement import ComponentPlacement, Mode, Placement
 from residency.gpu.records import HostReading, LinkReading, RequestRecord
 from residency.gpu.specs import ComponentSpec
 from residency.gpu.workload import Workload
-from residency.statemachine.envelope import Envelope
+from residency.statemachine.planner.envelope import Envelope
 from residency.statemachine.policy import Policy
 
 PLANNER_VERSION = 4  # raised whenever equal inputs may give another plan

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from residency.errors import PlacementInfeasible
 from residency.gpu.placement import HostTier, Placement
-from residency.statemachine.checks import check_inputs
-from residency.statemachine.choice import Chooser
-from residency.statemachine.constraints import PhaseLimit, failed_digests, phase_limits, relaxed
-from residency.statemachine.envelope import envelope_of
-from residency.statemachine.holdings import idle_bytes, pinned_bytes
 from residency.statemachine.initial import configured_placements, initial_placement
-from residency.statemachine.options import Family, Options
-from residency.statemachine.plan import (
+from residency.statemachine.planner.checks import check_inputs
+from residency.statemachine.planner.choice import Chooser
+from residency.statemachine.planner.constraints import PhaseLimit, failed_digests, phase_limits, relaxed
+from residency.statemachine.planner.envelope import envelope_of
+from residency.statemachine.planner.holdings import idle_bytes, pinned_bytes
+from residency.statemachine.planner.options import Family, Options
+from residency.statemachine.planner.plan import (
     PLANNER_VERSION,
     Alternative,
     Change,
@@ -25,19 +25,19 @@ from residency.statemachine.plan import (
     Prediction,
     TimePrediction,
 )
+from residency.statemachine.planner.reasons import binding, prices, what_binds
+from residency.statemachine.planner.request_model import MemoryLimit, RequestModel
+from residency.statemachine.planner.room import Room
+from residency.statemachine.planner.timing import timing_record
+from residency.statemachine.planner.transition import transition_peak
+from residency.statemachine.planner.weighing import Rules, Weighed
 from residency.statemachine.probing import bounded_workload, fit_probe
-from residency.statemachine.reasons import binding, prices, what_binds
-from residency.statemachine.request_model import MemoryLimit, RequestModel
-from residency.statemachine.room import Room
-from residency.statemachine.timing import timing_record
-from residency.statemachine.transition import transition_peak
-from residency.statemachine.weighing import Rules, Weighed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from residency.statemachine.choice import Chosen
-    from residency.statemachine.time_phase import TimePhase
+    from residency.statemachine.planner.choice import Chosen
+    from residency.statemachine.planner.time_phase import TimePhase
 
 __all__ = [
     "PLANNER_VERSION",

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from residency.errors import ModeUnavailable, PlacementInfeasible, ResidencyError, UnknownComponent, describe
-from residency.statemachine.plan import PLANNER_VERSION, PlanInputs
-from residency.statemachine.planner import can_fit, make_plan
+from residency.statemachine.planner.make_plan import can_fit, make_plan
+from residency.statemachine.planner.plan import PLANNER_VERSION, PlanInputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from residency.gpu.placement import Mode
-    from residency.statemachine.plan import Plan
+    from residency.statemachine.planner.plan import Plan
 
 _FRONTIER_SIMULATIONS = 24  # a point of a curve need not be the last word
 _FRONTIER_HALVINGS = 6  # to the least memory that will do

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from residency.gpu.placement import HostTier
 from residency.gpu.specs import ComponentSpec
-from residency.statemachine.observed import time_phases
-from residency.statemachine.time_phase import ComponentUse, LayerUse, TimePhase
+from residency.statemachine.planner.observed import time_phases
+from residency.statemachine.planner.time_phase import ComponentUse, LayerUse, TimePhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

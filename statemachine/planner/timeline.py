@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from residency.gpu.specs import window_bytes
-from residency.statemachine.program import Program
-from residency.statemachine.window_model import Room, WindowModel
+from residency.statemachine.planner.program import Program
+from residency.statemachine.planner.window_model import Room, WindowModel
 
 if TYPE_CHECKING:
     from residency.gpu.placement import Placement
-    from residency.statemachine.program import Step
-    from residency.statemachine.request_model import RequestModel
+    from residency.statemachine.planner.program import Step
+    from residency.statemachine.planner.request_model import RequestModel
 
 REQUESTS_MAX = 6  # until they repeat themselves; where they do not, those after the first stand for all
 _UNSTEADY = 2  # requests that begin with less in the window than later ones

@@ -7,16 +7,16 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from residency.gpu.placement import Mode
-from residency.statemachine.bound import NO_TRAFFIC, PhaseTraffic, stretches
-from residency.statemachine.flows import steady_flows
-from residency.statemachine.options import Family, Option
+from residency.statemachine.planner.bound import NO_TRAFFIC, PhaseTraffic, stretches
+from residency.statemachine.planner.flows import steady_flows
+from residency.statemachine.planner.options import Family, Option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from residency.gpu.placement import HostTier
-    from residency.statemachine.options import Section
-    from residency.statemachine.room import Room
+    from residency.statemachine.planner.options import Section
+    from residency.statemachine.planner.room import Room
 
 Parts = tuple[Option, ...]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from residency.errors import PlacementInfeasible
-from residency.statemachine.holdings import pinned_bytes
-from residency.statemachine.options import host_bytes
-from residency.statemachine.plan import HostShare, Plan, PlanInputs
-from residency.statemachine.planner import make_plan
+from residency.statemachine.planner.holdings import pinned_bytes
+from residency.statemachine.planner.make_plan import make_plan
+from residency.statemachine.planner.options import host_bytes
+from residency.statemachine.planner.plan import HostShare, Plan, PlanInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

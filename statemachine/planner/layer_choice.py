@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from residency.gpu.specs import ComponentSpec
-    from residency.statemachine.request_model import RequestModel
+    from residency.statemachine.planner.request_model import RequestModel
 
 Counts = tuple[int, ...]  # per layer group of a component, in the order of its spec
 

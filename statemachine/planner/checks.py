@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from residency.errors import MeasurementRefused
 from residency.gpu.placement import Mode
-from residency.statemachine.holdings import held_bytes
+from residency.statemachine.planner.holdings import held_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from residency.gpu.records import PhaseRecord, RequestRecord
     from residency.gpu.specs import ComponentSpec
-    from residency.statemachine.plan import PlanInputs
+    from residency.statemachine.planner.plan import PlanInputs
 
 _BYTES_MAX = 2**60  # an exbibyte: no device, host or file holds more
 _NS_MAX = 10**18  # thirty years

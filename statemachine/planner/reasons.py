@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from residency.gpu.placement import Mode, Placement
 from residency.gpu.specs import window_bytes
-from residency.statemachine.bound import stretches
-from residency.statemachine.options import host_bytes
-from residency.statemachine.plan import Binding, NextChange, Price
+from residency.statemachine.planner.bound import stretches
+from residency.statemachine.planner.options import host_bytes
+from residency.statemachine.planner.plan import Binding, NextChange, Price
 from residency.statemachine.policy import GIB
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from residency.gpu.placement import ComponentPlacement
     from residency.gpu.specs import ComponentSpec
-    from residency.statemachine.choice import Chooser, Chosen
-    from residency.statemachine.constraints import PhaseLimit
-    from residency.statemachine.options import Family, Option
-    from residency.statemachine.plan import PlanInputs
-    from residency.statemachine.weighing import Weighed
+    from residency.statemachine.planner.choice import Chooser, Chosen
+    from residency.statemachine.planner.constraints import PhaseLimit
+    from residency.statemachine.planner.options import Family, Option
+    from residency.statemachine.planner.plan import PlanInputs
+    from residency.statemachine.planner.weighing import Weighed
 
 _SIMULATIONS_MAX = 4  # for each component, of changes that more memory would allow
 
