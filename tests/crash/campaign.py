@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder)
         parser.exit(2, f"skipped: {error}\n")
     progress = Progress(chosen.journal_of_progress, seconds=chosen.seconds)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: progress.stop())
     # A journal that is damaged, as many are here, is told by the log; the figures are what counts.
     with open(folder / "log", "w") as log:
         os.dup2(log.fileno(), sys.stderr.fileno())
@@ -91,8 +93,6 @@ class Progress:
         self._until = None if seconds is None else time.monotonic() + seconds
         self._is_stopped = False
         self._parts: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: self._stop())
 
     def is_over(self) -> bool:
         """Whether it is to stop."""
@@ -145,7 +145,8 @@ class Progress:
         """Whether something was lost, wrong or found."""
         return any(value for key, value in self.figures()["total"].items() if key != "cases")
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Have it end soon, with all that was done written down."""
         self._is_stopped = True
 
 
