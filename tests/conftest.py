@@ -20,7 +20,7 @@ BUDGET_S = {
     "gpu": 60,
     "journal": 240,
     "pipelines": 60,
-    "ranks": 200,
+    "ranks": 320,
     "replicas": 60,
     "residency": 150,
     "statemachine": 60,
