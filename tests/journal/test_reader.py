@@ -32,30 +32,6 @@ def reader(path: Path, drafts: Drafts) -> JournalReader:
     return JournalReader.open(path)
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({}, [*range(1, 13)]),
-        ({"stream": "a"}, [2, 4, 6, 8, 10, 12]),
-        ({"stream": "nobody"}, []),
-        ({"after": 9}, [10, 11, 12]),
-        ({"before": 4}, [1, 2, 3]),
-        ({"after": 3, "before": 6}, [4, 5]),
-        ({"limit": 2}, [1, 2]),
-        ({"limit": 0}, []),
-        ({"newest_first": True}, [*range(12, 0, -1)]),
-        ({"newest_first": True, "limit": 2, "stream": "b"}, [11, 9]),
-        ({"newest_first": True, "after": 9, "before": 12}, [11, 10]),
-        ({"since_ns": 100}, [10, 11, 12]),
-        ({"until_ns": 30}, [1, 2, 3]),
-        ({"since_ns": 20, "until_ns": 40, "stream": "a"}, [2, 4]),
-    ],
-)
-def test_events_are_found_by(asked: dict[str, object], expected: list[int], reader: JournalReader) -> None:
-    with reader:
-        assert [event.position for event in reader.events(**asked)] == expected  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("limit", [None, 499, 500, 501, 1203, 5000])
 def test_pages_join_without_gap_or_repetition(
