@@ -37,7 +37,7 @@ class RankLimits:
     request_s: float = 900.0  # a first request may compile everything
     silence_s: float = 30.0  # a process may be kept off its cores, or hold Python's lock, for seconds
     grace_s: float = 60.0  # longer than most requests take
-    store_s: float = 10.0
+    store_s: float = 30.0  # torch's answers nobody while it looks up a name: two tries of 5 s for each connection
 
     def __post_init__(self) -> None:
         for name in ("join_s", "step_s", "request_s", "silence_s", "grace_s", "store_s"):
