@@ -42,8 +42,9 @@ PLACEMENTS_SHOWN = 12  # of a stream, those of most requests; all of them with -
 def stats(*, journal: str | None, stream: str | None, as_json: bool, zone: tzinfo | None) -> None:
     """Count what a journal holds, stream by stream.
 
-    Rounds by outcome, restarts and why, deaths and whom they blame, calibrations and restores, and the median time of
-    requests by placement (cold first requests left out). With --json one object a stream, then one for the journal.
+    Rounds by outcome, restarts and why, deaths and whom they blame, calibrations and restores, the median time of
+    requests by placement (cold first requests left out), and requests outside what a placement was measured for.
+    With --json one object a stream, then one for the journal.
     """
     with open_reader(journal) as reader:
         chosen = choose_stream(reader, stream) if stream is not None else None
@@ -111,6 +112,7 @@ def _object(one: Tally) -> dict[str, Any]:
             for timed, times in _by_number(one.requests)
         ],
         "failed_requests": one.failed_requests,
+        "outside": _sorted(one.outside),
         "pruned": _pruned(one),
     }
 
@@ -130,6 +132,10 @@ def _lines(one: Tally, zone: tzinfo | None) -> list[str]:
         "plans": f"calibrations {_num_of(one, SourceKind.CALIBRATION)}, restores {restores}"
         + "".join(f", {kind.value} {num}" for kind in _OTHER_PLANS if (num := _num_of(one, kind))),
     }
+    if one.outside:
+        facts["outside"] = (
+            f"requests of other shapes, of lives that were stopped: {_counted(one.outside.total(), one.outside)}"
+        )
     if gone := _pruned(one):
         what = f"{gone['events']} events of {gone['epochs']} lives with {gone['rounds']} rounds"
         facts["pruned"] = f"{what} are gone, and not counted"

@@ -68,6 +68,7 @@ class _Said(msgspec.Struct):
     signal: str | None = None
     decision: str | None = None
     death: _Death | None = None
+    outside: dict[str, int] = {}  # requests outside the envelope, by what was done about them
 
 
 Found = TypeVar("Found", _Transition, _Measured, _Said)
@@ -124,6 +125,7 @@ class Tally:
     deaths: Counter[tuple[str, str]] = field(default_factory=Counter)
     requests: dict[Timed, list[int]] = field(default_factory=lambda: defaultdict(list))
     failed_requests: int = 0
+    outside: Counter[str] = field(default_factory=Counter)
     pruned: Pruned | None = None
     _epochs: dict[str, _Epoch] = field(default_factory=dict)
     _rounds: dict[tuple[str, int], _Round] = field(default_factory=dict)
@@ -210,6 +212,7 @@ class Tally:
 
     def _ended(self, epoch: _Epoch, row: Row) -> None:
         said = _decoded(_SAID, row, _Said())
+        self.outside.update({what: count for what, count in said.outside.items() if count > 0})
         if row.type == EventType.RECOVERED.value and said.death is not None:
             self.deaths[said.death.blames, said.death.kind] += 1
         if epoch.ended in _LASTING:

@@ -35,11 +35,14 @@ def eventful(crashed: Any, died: Callable[[], None], measured: Callable[..., Non
         epoch="epoch-3",
     )
     write(crashed, EventType.SERVING, epoch="epoch-3", number=3, decision="rolled-back")
-    write(crashed, EventType.STOPPED, epoch="epoch-3", number=3, reason="signal", signal="SIGTERM")
+    write(
+        crashed, EventType.STOPPED, epoch="epoch-3", number=3, reason="signal", signal="SIGTERM", outside={"allowed": 3}
+    )
     crashed.start(epoch="epoch-4")
     write(crashed, EventType.GATED, epoch="epoch-4", reason="no-warmup", detail="-")
     write(crashed, EventType.POISONED, epoch="epoch-4", problem="CUDA error")
-    write(crashed, EventType.STOPPED, epoch="epoch-4", reason="error", signal=None)
+    outside = {"allowed": 1, "refused": 2, "recalibrated": 0}
+    write(crashed, EventType.STOPPED, epoch="epoch-4", reason="error", signal=None, outside=outside)
     crashed.start(epoch="epoch-5")
     return crashed
 
@@ -62,6 +65,7 @@ def test_stats_count_what_happened(eventful: Any, run: Callable[..., Any]) -> No
     assert plain["deaths"] == [{"blames": "plan", "kind": "round", "deaths": 1}]
     assert plain["decisions"] == {"committed": 1, "rolled-back": 1}
     assert plain["gates"] == {"no-warmup": 1}
+    assert plain["outside"] == {"allowed": 4, "refused": 2}
     assert {(one["source"], one["state"]): one["rounds"] for one in plain["sources"]} == {
         ("calibration", "committed"): 1,
         ("calibration", "planned"): 1,
