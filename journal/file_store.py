@@ -270,7 +270,7 @@ class FileStore:
             try:
                 connection = self._connected()
                 with connection.begin():
-                    rewrite = Rewrite(connection, self.path, clock_ns=self._clock_ns)
+                    rewrite = Rewrite(connection, self.location, witness_path=self.path, clock_ns=self._clock_ns)
                     yield rewrite
                     self._journal_id = rewrite.journal_id()
             except BaseException as error:

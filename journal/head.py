@@ -116,16 +116,25 @@ def advance_head(journal: Path, journal_id: str, event: Event) -> str | None:
     return problem
 
 
-def contradictions(head: Head, *, journal_id: str, hash_at: Callable[[str, int], bytes | None]) -> tuple[str, ...]:
+def contradictions(
+    head: Head,
+    *,
+    journal_id: str,
+    hash_at: Callable[[str, int], bytes | None],
+    was_pruned: Callable[[str, StreamHead], bool] = lambda _stream, _known: False,
+) -> tuple[str, ...]:
     """Return what the witness knows and the journal does not bear out; empty if they agree. Read-only.
 
-    hash_at: the hash of a stream's event by stream_version, None if the journal has no such event.
+    hash_at: the hash of a stream's event by stream_version, None if the journal has no such event. was_pruned: whether
+    the journal says that it was removed, and nothing speaks against it; asked where a prune cannot move the witness on.
     """
     if head.journal_id != journal_id:
         return (f"the head witness is of journal {head.journal_id}, this is {journal_id}",)
     found = []
     for stream, known in sorted(head.streams.items()):
         there = hash_at(stream, known.stream_version)
+        if there is None and was_pruned(stream, known):
+            continue
         if there is None:
             found.append(
                 f"stream {stream!r} lost its tail: the head witness saw event {known.stream_version} of it "

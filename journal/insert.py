@@ -86,7 +86,7 @@ def insert_events(
         rank=rank,
         clock_ns=clock_ns,
     )
-    _insert_rows(connection, events)
+    insert_rows(connection, events)
     return events
 
 
@@ -119,7 +119,8 @@ def make_events(
     return tuple(events)
 
 
-def _insert_rows(connection: Connection, events: Sequence[Event]) -> None:
+def insert_rows(connection: Connection, events: Sequence[Event]) -> None:
+    """Insert events as they are. Raises sqlalchemy.exc.DBAPIError: whatever the database says."""
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql(_INSERT + _ROW, list(map(tuple, events)))
         return

@@ -6,13 +6,17 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from residency.errors import JournalError
 from residency.journal import file_checks
+from residency.journal.events import EventType
 from residency.journal.findings import Finding, FindingKind
 from residency.journal.pg_check import open_for_reading
 from residency.journal.pg_compare import schema_problems
 from residency.journal.pg_location import ServerLocation
 from residency.journal.postgresql import FAILURES, connect, explain, is_lost
+from residency.journal.pruned import read_pruned
 from residency.journal.reader import JournalReader
 
 if TYPE_CHECKING:
@@ -20,10 +24,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from residency.journal.hashing import Column
+    from residency.journal.head import StreamHead
     from residency.journal.postgresql import Session
     from residency.journal.rows import Row
 
     Rows = Callable[[str, Sequence[Column]], list[Row]]
+
+_LAST_PRUNED = "SELECT position, payload FROM events WHERE stream = ? AND type = ? ORDER BY position DESC LIMIT 1"
 
 # A page of a large journal on a busy server, by an index.
 _WAIT_S = 30.0
@@ -105,6 +112,24 @@ class PostgresReader(JournalReader):
     def last_position(self) -> int:
         """Return the last position that was ever given, 0 if none. Read-only; raises like `query`."""
         return int(self.query("SELECT coalesce(max(position), 0) FROM events")[0][0] or 0)
+
+    def was_pruned(self, stream: str, known: StreamHead) -> bool:
+        """Whether a later prune removed a witnessed event. Read-only; raises like `query`.
+
+        An older copy of the journal, or one that was cut short, has no such prune.
+        """
+        newest = self.query(_LAST_PRUNED, (stream, EventType.PRUNED.value))
+        if not newest or int(newest[0][0] or 0) <= known.position:
+            return False
+        try:
+            removed = read_pruned(msgspec.json.decode(newest[0][1])).removed  # type: ignore[arg-type]
+        except ValueError:
+            return False
+        return any(
+            one.first_version <= known.stream_version < one.last_version
+            or (known.stream_version, known.hash) == (one.last_version, one.hash)
+            for one in removed
+        )
 
     def close(self) -> None:
         """Close it. A second call is a no-op, and so is one in a forked child."""

@@ -69,8 +69,10 @@ class ServerSession:
         return self._raw is not None and is_answered(self._raw)
 
     @contextmanager
-    def using(self) -> Iterator[Connection]:
+    def using(self, *, wait_s: float | None = None) -> Iterator[Connection]:
         """Use the connection, which is made anew if it was lost. What is not committed inside is undone.
+
+        wait_s: how long all that is done inside may take, if not as long as an append may wait.
 
         Raises:
             ConnectionLost: it was lost inside.
@@ -80,7 +82,7 @@ class ServerSession:
         connection = self._connected()
         assert self._raw is not None
         try:
-            with self._raw.within(self._wait_s):
+            with self._raw.within(self._wait_s if wait_s is None else wait_s):
                 yield connection
                 connection.rollback()
         except BaseException as error:

@@ -6,23 +6,26 @@ import logging
 import os
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from residency.errors import JournalError, StreamInUse
+from residency.journal.events import EventType
 from residency.journal.hashing import ZERO_HASH
 from residency.journal.insert import hash_at, insert_events, stream_tail
 from residency.journal.locks import StreamLock
 from residency.journal.pg_check import open_for_writing
 from residency.journal.pg_location import ServerLocation
 from residency.journal.pg_reader import PostgresReader
+from residency.journal.pg_rewrite import REWRITE_S, ServerRewrite
 from residency.journal.pg_schema import append_key, lock_key
 from residency.journal.pg_session import Conflict, ConnectionLost, ServerSession
 from residency.journal.pg_witness import ServerWitness
 from residency.journal.postgresql import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from sqlalchemy.engine import Connection
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from residency.journal.insert import Prepared, Tail
     from residency.journal.postgresql import Session
     from residency.journal.reader import JournalReader
+    from residency.journal.rewrite import Rewrite
     from residency.journal.rows import Row
 
 log = logging.getLogger(__name__)
@@ -64,6 +68,8 @@ LEFT JOIN (
     SELECT stream_version, hash FROM events WHERE stream = %s ORDER BY stream_version DESC LIMIT 1
 ) AS last ON true
 """
+
+_SINCE = "SELECT type, previous_hash FROM events WHERE stream = %s AND stream_version > %s ORDER BY stream_version"
 
 _TAKE_STREAM = "SELECT pg_catalog.pg_try_advisory_lock(%s)"
 _LEAVE_STREAM = "SELECT pg_catalog.pg_advisory_unlock(%s)"
@@ -116,7 +122,7 @@ class ServerStore:
             with store._session.using() as connection:
                 if witness is not None:
                     assert store._journal_id is not None
-                    witness.check(store._journal_id, partial(hash_at, connection))
+                    witness.check(store._journal_id, partial(hash_at, connection), was_pruned=store._reader.was_pruned)
         except BaseException:
             store._session.close()
             raise
@@ -161,6 +167,22 @@ class ServerStore:
     def reader(self) -> JournalReader:
         """Return a reader that uses the same session."""
         return self._reader
+
+    @contextmanager
+    def rewriting(self) -> Iterator[Rewrite]:
+        """Yield what rewrites the journal in one transaction, for imports and prunes. Raises like an append."""
+        with self._lock:
+            with self._session.using(wait_s=REWRITE_S) as connection:
+                # Of no stream: what is held is of no matter here.
+                self._take_turn(connection, "")
+                rewrite = ServerRewrite(connection, self._where, clock_ns=self._clock_ns)
+                yield rewrite
+                journal_id = rewrite.journal_id()
+                connection.commit()
+            self._journal_id = journal_id
+            if self._witness is not None:
+                for event in rewrite.witnesses:
+                    self._witness.write(journal_id, event)
 
     def close(self) -> None:
         """End the session, and with it what it holds."""
@@ -267,13 +289,18 @@ class ServerStore:
             self._take(connection, stream, patience_s=self._wait_s)
             known = {tail, *((one.stream_version, one.hash) for one in self._doubts.pop(stream, ())[-1:])}
             found = stream_tail(connection, stream)
-            if found not in known:
+            if found not in known and not self._was_only_pruned(connection, stream, tail):
                 raise JournalError(
                     journal=self.location,
                     problem=f"another process wrote to stream {stream!r} while the connection was lost",
                     remedy="give each worker its own name (attach(name=...) or RESIDENCY_NAME), and restart this one",
                 )
             self._holds[stream] = found
+
+    def _was_only_pruned(self, connection: Connection, stream: str, tail: Tail) -> bool:
+        """Whether all that came after the last event that is known are prunes, which an operator makes meanwhile."""
+        since = connection.exec_driver_sql(_SINCE, (stream, tail[0])).all()
+        return bool(since) and bytes(since[0][1]) == tail[1] and {kind for kind, _ in since} == {EventType.PRUNED.value}
 
     def _leave(self, stream: str) -> None:
         if os.getpid() != self._pid:

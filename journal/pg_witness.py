@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from residency.journal.events import Event
+    from residency.journal.head import StreamHead
     from residency.journal.pg_location import ServerLocation
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,12 @@ class ServerWitness:
         self._journal = str(location)
         self._clock_ns = clock_ns
 
-    def check(self, journal_id: str, hash_at: Callable[[str, int], bytes | None]) -> None:
+    def check(
+        self,
+        journal_id: str,
+        hash_at: Callable[[str, int], bytes | None],
+        was_pruned: Callable[[str, StreamHead], bool],
+    ) -> None:
         """Compare the witness with the journal; one that contradicts it is told, and kept under another name."""
         try:
             if self.path.parent.is_dir():
@@ -45,6 +51,7 @@ class ServerWitness:
                     journal_id=journal_id,
                     hash_at=hash_at,
                     clock_ns=self._clock_ns,
+                    was_pruned=was_pruned,
                 )
         except OSError as error:
             log.warning("journal %s: the head witness cannot be kept: %s", self._journal, error)

@@ -47,7 +47,7 @@ _ALIVE_IDLE_S, _ALIVE_EVERY_S, _ALIVE_COUNT = 30, 10, 3
 class Session(psycopg.Connection[Any]):
     """A connection that never waits for ever: what takes too long closes it and raises OperationalError.
 
-    limit_s: of every single wait for the server; `within()` bounds several of them together.
+    limit_s: of every single wait for the server, outside of `within()`, which bounds several of them together.
     """
 
     limit_s: float = 60.0
@@ -76,8 +76,7 @@ class Session(psycopg.Connection[Any]):
 
     def _bounded(self, gen: Generator[Any, Any, Returned]) -> Generator[Any, Any, Returned]:
         # The driver resumes the generator at short intervals even if nothing comes.
-        deadline = time.monotonic() + self.limit_s
-        deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+        deadline = time.monotonic() + self.limit_s if self._deadline is None else self._deadline
         try:
             wanted = next(gen)
             while True:

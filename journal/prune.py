@@ -34,12 +34,16 @@ DEFAULT = Retention()
 # Removed in one transaction at most: about a second, for which other writers wait.
 EVENTS_MAX = 100_000
 
+# On a server: there, a second takes fewer.
+EVENTS_MAX_ON_SERVER = 20_000
+
 # At a start: a tenth of a second, and not for the sake of less than this many epochs.
 EVENTS_MAX_AT_START = 10_000
 EPOCHS_MIN_AT_START = 10
 
-# Looked through for names of blobs, while other writers wait: in a larger journal they stay until an operator prunes.
-LOOKED_THROUGH_MAX_AT_START = 50_000
+# Looked through for names of blobs at a start, or on a server, while other writers wait: in a larger journal they stay,
+# until an operator prunes it if it is a file.
+LOOKED_THROUGH_MAX = 50_000
 
 _DIGEST = re.compile(rb'"([0-9a-f]{64})"')
 
@@ -81,10 +85,13 @@ def prune(
     Raises:
         ValueError: a bound that is none.
         JournalCorrupt: what would be removed, a trigger, or the head witness is not as it was written.
-        JournalError: the journal is on a server, or cannot be written, its head witness included.
+        JournalError: the journal cannot be written, its head witness included; on a server, the role does not own it.
     """
     if keep_epochs < 1 or (keep_since_ns is not None and keep_since_ns > now_ns):
         raise ValueError(f"keep_epochs is {keep_epochs}, keep_since_ns {keep_since_ns} at {now_ns}; keep something")
+    on_server = is_server(journal.location)
+    events_max = EVENTS_MAX_ON_SERVER if on_server else EVENTS_MAX
+    looked_through_max = LOOKED_THROUGH_MAX if on_server else None
     found: list[Removal] = []
     for name in journal.streams() if stream is None else (stream,):
         parts: list[Removal] = []
@@ -92,10 +99,11 @@ def prune(
         while more:
             view = fold_stream(journal.events(stream=name), name)
             old = removable(view, since_ns=keep_since_ns, num_kept=keep_epochs)
-            some = old if dry_run else _first(old, EVENTS_MAX)
+            some = old if dry_run else _first(old, events_max)
             more = len(some) < len(old)
             if some:
-                parts.append(_planned(view, some) if dry_run else _remove(journal, view, some))
+                planned = dry_run and _planned(view, some)
+                parts.append(planned or _remove(journal, view, some, looked_through_max=looked_through_max))
         if parts:
             found.append(_together(parts))
     return tuple(found)
@@ -115,7 +123,7 @@ def retain(journal: Journal, view: StreamView, *, now_ns: int, retention: Retent
         return None
     try:
         some = _first(old, EVENTS_MAX_AT_START)
-        return _remove(journal, view, some, looked_through_max=LOOKED_THROUGH_MAX_AT_START)
+        return _remove(journal, view, some, looked_through_max=LOOKED_THROUGH_MAX)
     except JournalError as error:
         log.warning("old epochs of stream %r stay: %s", view.stream, error)
         return None
@@ -250,11 +258,15 @@ def _remove_blobs(rewrite: Rewrite, looked_through_max: int | None) -> int:
 
 def _keep_witness_right(rewrite: Rewrite, newest: Event, ranges: Sequence[Range]) -> None:
     """Have the head witness name an event that stays, before the one that it names is gone."""
+    path = rewrite.witness_path
+    if path is None:
+        # Each host of a server's workers has its own, which accepts that its event was pruned.
+        return
     try:
-        head = read_head(rewrite.path)
+        head = read_head(path)
     except HeadUnreadable as error:
         raise JournalCorrupt(
-            journal=str(rewrite.path),
+            journal=rewrite.location,
             problem=f"the head witness cannot be read ({error})",
             remedy="see 'residency verify'",
         ) from error
@@ -264,6 +276,6 @@ def _keep_witness_right(rewrite: Rewrite, newest: Event, ranges: Sequence[Range]
     if any(one.first_version <= known.stream_version <= one.last_version for one in ranges):
         streams = {**head.streams, newest.stream: head_of(newest)}
         try:
-            write_head(rewrite.path, replace(head, position=newest.position, streams=streams))
+            write_head(path, replace(head, position=newest.position, streams=streams))
         except OSError as error:
-            raise unusable(head_path(rewrite.path), error) from error
+            raise unusable(head_path(path), error) from error

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from residency.journal.events import Event
     from residency.journal.findings import Finding
+    from residency.journal.head import StreamHead
 
 # Rows per read transaction: a long one keeps the WAL from being reset.
 _PAGE = 500
@@ -200,6 +201,11 @@ class JournalReader:
     def meta(self) -> dict[str, str]:
         """Return what the journal says about itself. Read-only; raises like `query`."""
         return {str(key): str(value) for key, value in self.query("SELECT key, value FROM meta ORDER BY key")}
+
+    def was_pruned(self, stream: str, known: StreamHead) -> bool:
+        """Whether a prune removed a witnessed event and could not move the witness on. Never of a file. Read-only."""
+        del stream, known
+        return False
 
     def last_position(self) -> int:
         """Return the last position that was ever given, 0 if none. Read-only; raises like `query`."""

@@ -1,4 +1,4 @@
-"""What only an import and a prune do to a journal's file: write past its triggers, in one transaction."""
+"""What only an import and a prune do to a journal: write past its triggers, in one transaction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from residency.errors import JournalCorrupt
 from residency.journal.engine import BLOBS, EVENTS, META
 from residency.journal.events import Event, EventType
 from residency.journal.fold import pruned_of
-from residency.journal.insert import Prepared, highest_given, insert_events
+from residency.journal.insert import Prepared, highest_given, insert_events, insert_rows
 from residency.journal.migrations import triggers
 from residency.journal.schema import EVENT_COLUMNS, normal_sql
 
@@ -37,14 +37,18 @@ _BATCH = 500
 
 
 class Rewrite:
-    """One transaction on a journal's file, with the write lock held and the append-only triggers lifted.
+    """One transaction on a journal, with the write lock held and the append-only triggers lifted.
 
-    Others see all of it or nothing, and the triggers are back, and checked to be, before it ends. path: of the file.
-    witnesses: the events that the head witness is to name afterwards, one a stream.
+    Others see all of it or nothing, and the triggers are back, and checked to be, before it ends. location: of the
+    journal. witness_path: the file that the only head witness lies beside; None on a server, of which every host has
+    its own. witnesses: the events that the head witness is to name afterwards, one a stream.
     """
 
-    def __init__(self, connection: Connection, path: Path, *, clock_ns: Callable[[], int]) -> None:
-        self.path = path
+    def __init__(
+        self, connection: Connection, location: str, *, witness_path: Path | None, clock_ns: Callable[[], int]
+    ) -> None:
+        self.location = location
+        self.witness_path = witness_path
         self.witnesses: list[Event] = []
         self._connection, self._clock_ns = connection, clock_ns
 
@@ -86,11 +90,14 @@ class Rewrite:
     def insert_events(self, events: Sequence[Event]) -> None:
         """Insert events as they are: positions, versions and hashes are not looked at."""
         if events:
-            rows = [{name: getattr(event, name) for name in EVENT_COLUMNS} for event in events]
-            self._connection.execute(EVENTS.insert(), rows)
+            insert_rows(self._connection, events)
 
     def set_last_position(self, position: int) -> None:
-        """Have the next event follow a position that may be behind the last event's."""
+        """Have the next event follow a position that may be behind the last event's.
+
+        Raises:
+            JournalError: the journal has nowhere to keep that number.
+        """
         self._connection.execute(_SEQUENCE.delete().where(_SEQUENCE.c.name == "events"))
         self._connection.execute(_SEQUENCE.insert(), {"name": "events", "seq": position})
 
@@ -149,7 +156,7 @@ class Rewrite:
         (event,) = insert_events(
             self._connection,
             [Prepared.of(draft)],
-            after=highest_given(self._connection),
+            after=self._highest_given(),
             stream=stream,
             epoch=epoch,
             rank=rank,
@@ -157,17 +164,19 @@ class Rewrite:
         )
         return event
 
+    def _highest_given(self) -> int:
+        return highest_given(self._connection)
+
     def _check_triggers(self) -> None:
         rows = self._connection.exec_driver_sql("SELECT name, sql FROM sqlite_schema WHERE type = 'trigger'").all()
         found = {str(name): normal_sql(str(sql)) for name, sql in rows}
         expected = triggers()
         wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
         if wrong:
-            raise JournalCorrupt(
-                journal=str(self.path),
-                problem=f"triggers are not as they were made ({', '.join(wrong)})",
-                remedy="see 'residency verify'",
-            )
+            raise self._altered(f"triggers are not as they were made ({', '.join(wrong)})")
+
+    def _altered(self, problem: str) -> JournalCorrupt:
+        return JournalCorrupt(journal=self.location, problem=problem, remedy="see 'residency verify'")
 
 
 def _event(row: Row[Any]) -> Event:

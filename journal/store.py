@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -53,6 +53,10 @@ class Store(Protocol):
 
     def reader(self) -> JournalReader:
         """Return a reader, which is closed with the store. Raises JournalError."""
+        ...
+
+    def rewriting(self) -> AbstractContextManager[Rewrite]:
+        """Return what rewrites the journal in one transaction. Raises JournalError."""
         ...
 
     def close(self) -> None:
@@ -246,14 +250,8 @@ class Journal:
         """Yield what rewrites the journal in one transaction: for imports and prunes, and nobody else.
 
         Raises:
-            JournalError: the journal is on a server, or for the reasons of an append.
+            JournalError: on a server, the role does not own the tables; or for the reasons of an append.
         """
-        if not isinstance(self._store, FileStore):
-            raise JournalError(
-                journal=self.location,
-                problem="is on a server, where no role may delete or number events",
-                remedy="import into a file, and prune a file; on a server begin a new schema, and archive the old one",
-            )
         with self._alone(), self._store.rewriting() as rewrite:
             yield rewrite
 

@@ -147,7 +147,7 @@ class _Checks:
             return rows[0][0] if rows and isinstance(rows[0][0], bytes) else None
 
         journal_id = self.reader.meta().get("journal_id", "")
-        for text in contradictions(head, journal_id=journal_id, hash_at=hash_at):
+        for text in contradictions(head, journal_id=journal_id, hash_at=hash_at, was_pruned=self.reader.was_pruned):
             self.say(FindingKind.HEAD, text)
 
     def _pairs(self, event: Event, outcomes: dict[str, int]) -> None:

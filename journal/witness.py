@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from residency.journal.events import Event
+    from residency.journal.head import StreamHead
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ def check_witness(
     journal_id: str,
     hash_at: Callable[[str, int], bytes | None],
     clock_ns: Callable[[], int],
+    was_pruned: Callable[[str, StreamHead], bool] = lambda _stream, _known: False,
 ) -> None:
     """Compare the witness beside a path with the journal; one that contradicts it is told, and kept under another name.
 
@@ -33,7 +35,9 @@ def check_witness(
     """
     try:
         head = _read(path)
-        problems = () if head is None else contradictions(head, journal_id=journal_id, hash_at=hash_at)
+        problems = (
+            () if head is None else contradictions(head, journal_id=journal_id, hash_at=hash_at, was_pruned=was_pruned)
+        )
     except HeadUnreadable as error:
         if _is_failing(error):
             # It may be whole, and what it says must not be written over unread.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DEFAULT = Retention()
 
 
-@click.command(epilog=exit_codes({3: "there is no journal, it is on a server, or it cannot be written"}))
+@click.command(epilog=exit_codes({3: "there is no journal, it cannot be written, or the role does not own it"}))
 @click.option(
     "--keep-since",
     metavar="WHEN",

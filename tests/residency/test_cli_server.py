@@ -76,3 +76,16 @@ def test_a_server_is_exported_and_imported_into_a_file(on_server: str, run: Call
     assert run("export", "-o", "fleet.jsonl", "--journal", on_server).code == 0
     assert run("import", "fleet.jsonl", "--journal", "copy.db").code == 0
     assert run("log", "--json", "--journal", "copy.db").out == run("log", "--json", "--journal", on_server).out
+
+
+def test_a_journal_is_imported_into_a_server_and_pruned_there(
+    on_server: str, database: Any, run: Callable[..., Any]
+) -> None:
+    assert run("export", "-o", "fleet.jsonl", "--journal", on_server).code == 0
+    other = database.url(database.new_schema())
+    assert run("import", "fleet.jsonl", "--journal", other).code == 0
+    assert run("log", "--json", "--journal", other).out == run("log", "--json", "--journal", on_server).out
+
+    done = run("prune", "--keep-epochs", "1", "--journal", other)
+    assert (done.code, done.err) == (0, "there is nothing to remove\n")
+    assert run("verify", "--journal", other).code == 0
