@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
 
 from residency.gpu.placement import ComponentPlacement, Mode
 from residency.gpu.specs import window_bytes
@@ -51,9 +52,8 @@ class Bound:
         return sum(phase.link_bytes for phase in self.phases)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseTraffic:
-    """What one component moves in one time phase.
+class PhaseTraffic(NamedTuple):  # and no dataclass: a search makes and adds up tens of thousands of them
+    """What one component moves in one time phase, or several together.
 
     streamed_*: of layers that come for every run. brought_*: of held layers that the phase is the first to use; of
     these and of earlier ones `during_bytes` must stay while it runs and `beyond_bytes` after it. num_runs: of the layer
@@ -84,6 +84,14 @@ NO_TRAFFIC = PhaseTraffic(
 )
 
 
+def together(one: Sequence[PhaseTraffic], other: Sequence[PhaseTraffic]) -> list[PhaseTraffic]:
+    """Return what two move together, phase by phase."""
+    return [
+        mine if theirs is NO_TRAFFIC else theirs if mine is NO_TRAFFIC else PhaseTraffic._make(map(add, mine, theirs))
+        for mine, theirs in zip(one, other, strict=True)
+    ]
+
+
 def runs_of(model: RequestModel, component: str) -> Runs:
     """Return how often each layer of a component runs in every time phase."""
     result: list[dict[tuple[str, int], int]] = []
@@ -105,7 +113,7 @@ def traffic(
     whole_ns = model.link_ns(spec.total_bytes, where.tier) if where.mode is Mode.COMPONENT_OFFLOAD else 0
     entries = model.num_entries[spec.name]
     if where.mode is not Mode.LAYERWISE_OFFLOAD:
-        return tuple(NO_TRAFFIC if not num else replace(NO_TRAFFIC, loads_ns=whole_ns * num) for num in entries)
+        return tuple(NO_TRAFFIC._replace(loads_ns=whole_ns * num) if num else NO_TRAFFIC for num in entries)
     sizes = {group.name: group.layer_bytes for group in spec.groups}
     slots = {group.name: group.slot_bytes for group in spec.groups}
     held = {(group, index) for group, indices in where.held_layers.items() for index in indices}
@@ -153,47 +161,64 @@ class Stretches:
         flows = steady_flows(self.compute_ns, self.own_bytes, self.own_ns, self.room_bytes)
         waits_ns, link_ns = 0, 0
         for compute_ns, (_, busy_ns, _) in zip(self.compute_ns, flows, strict=True):
-            waits_ns += max(0, busy_ns - compute_ns)
+            if busy_ns > compute_ns:
+                waits_ns += busy_ns - compute_ns
             link_ns += busy_ns
         # What crosses the link beside computing slows it down; longer waits would cost more than they save in that.
         slower_ns = int(max(0, link_ns - waits_ns) * self.busy_slowdown)
         return sum(self.compute_ns) + self.exposed_ns + waits_ns + slower_ns, link_ns
 
 
-def stretches(
-    model: RequestModel, parts: Iterable[Sequence[PhaseTraffic]], windows: Sequence[int], *, by_pass: bool
-) -> Stretches:
-    """Return the stretches of a request whose components move `parts`, with so much of the window in every phase.
+class Pieces:
+    """The stretches into which the time phases of a request are cut.
 
     by_pass: loops are cut after the first and before the last pass; what is held must have come by the end of the
     first.
     """
-    result = Stretches(
-        compute_ns=[], own_bytes=[], own_ns=[], room_bytes=[], exposed_ns=0, busy_slowdown=model.busy_slowdown
-    )
-    for phase, window, *moved in zip(model.phases, windows, *parts, strict=True):
-        streamed_bytes = streamed_ns = brought_bytes = brought_ns = during = beyond = 0
-        for one in moved:
-            streamed_bytes += one.streamed_bytes
-            streamed_ns += one.streamed_ns
-            brought_bytes += one.brought_bytes
-            brought_ns += one.brought_ns
-            during += one.during_bytes
-            beyond += one.beyond_bytes
-            result.exposed_ns += one.loads_ns
-        passes, compute_ns = phase.passes, phase.compute_ns
-        cuts = (0, 1, passes - 1, passes) if by_pass and passes > 1 else (0, passes)
-        for first, last in pairwise(cuts):
-            if first == last:
-                continue
-            own_bytes = streamed_bytes * last // passes - streamed_bytes * first // passes
-            own_ns = streamed_ns * last // passes - streamed_ns * first // passes
-            room = window - (beyond if last == passes else during)
-            result.compute_ns.append(compute_ns * last // passes - compute_ns * first // passes)
-            result.own_bytes.append(own_bytes if first else own_bytes + brought_bytes)
-            result.own_ns.append(own_ns if first else own_ns + brought_ns)
-            result.room_bytes.append(max(0, room))
-    return result
+
+    __slots__ = ("_busy_slowdown", "_compute_ns", "_pieces")
+
+    def __init__(self, model: RequestModel, *, by_pass: bool) -> None:
+        self._busy_slowdown = model.busy_slowdown
+        self._compute_ns: list[int] = []
+        self._pieces: list[tuple[int, int, int, int]] = []  # time phase, first and last pass, and how many it has
+        for number, phase in enumerate(model.phases):
+            passes, compute_ns = phase.passes, phase.compute_ns
+            cuts = (0, 1, passes - 1, passes) if by_pass and passes > 1 else (0, passes)
+            for first, last in pairwise(cuts):
+                if first != last:
+                    self._compute_ns.append(compute_ns * last // passes - compute_ns * first // passes)
+                    self._pieces.append((number, first, last, passes))
+
+    def stretches(self, moved: Sequence[PhaseTraffic], windows: Sequence[int]) -> Stretches:
+        """Return the stretches of a request that moves so much, with so much of the window in every phase."""
+        own_bytes, own_ns, room_bytes = [], [], []
+        exposed_ns = 0
+        for number, first, last, passes in self._pieces:
+            streamed_bytes, streamed_ns, brought_bytes, brought_ns, during, beyond, loads_ns, _ = moved[number]
+            if not first:
+                exposed_ns += loads_ns
+            if passes == 1:
+                own_bytes.append(streamed_bytes + brought_bytes)
+                own_ns.append(streamed_ns + brought_ns)
+            else:
+                num_bytes = streamed_bytes * last // passes - streamed_bytes * first // passes
+                link_ns = streamed_ns * last // passes - streamed_ns * first // passes
+                own_bytes.append(num_bytes if first else num_bytes + brought_bytes)
+                own_ns.append(link_ns if first else link_ns + brought_ns)
+            room = windows[number] - (beyond if last == passes else during)
+            room_bytes.append(max(0, room))
+        return Stretches(self._compute_ns, own_bytes, own_ns, room_bytes, exposed_ns, self._busy_slowdown)
+
+
+def stretches(
+    model: RequestModel, parts: Iterable[Sequence[PhaseTraffic]], windows: Sequence[int], *, by_pass: bool
+) -> Stretches:
+    """Return the stretches of a request whose components move `parts`; see `Pieces`."""
+    moved: Sequence[PhaseTraffic] = (NO_TRAFFIC,) * len(model.phases)
+    for part in parts:
+        moved = together(moved, part)
+    return Pieces(model, by_pass=by_pass).stretches(moved, windows)
 
 
 def placement_bound(model: RequestModel, placement: Placement) -> Bound:

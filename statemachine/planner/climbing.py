@@ -93,6 +93,7 @@ class Climber:
             device_bytes_max=search.device_bytes_max,
             threshold_ns=search.threshold_ns,
             num_nodes_max=min(_SEED_NODES_MAX, self._weigher.rules.num_nodes_max),
+            memo=search.memo,
         )
         promising += [parts for _, (_, parts) in zip(range(_SEEDS // 2), few.run(), strict=False)]
         self.num_nodes += few.num_nodes

@@ -31,13 +31,13 @@ def steady_flows(
 
 def _rooms(own_bytes: Sequence[int], room_bytes: Sequence[int]) -> list[int]:
     """Return the most that may be in stock at the end of every stretch: what lies long must fit into later rooms."""
-    num = len(own_bytes)
     rooms = list(room_bytes)
     for _ in range(2):
-        for here in range(num - 1, -1, -1):
-            after = here + 1 if here + 1 < num else 0
-            most = rooms[after] + own_bytes[after]
+        # What follows the last one is the first one of the next request.
+        most = rooms[0] + own_bytes[0] if rooms else 0
+        for here in range(len(rooms) - 1, -1, -1):
             rooms[here] = min(rooms[here], most)
+            most = rooms[here] + own_bytes[here]
     return rooms
 
 

@@ -19,7 +19,8 @@ _GIVEN_PART = 8  # at least so much more is given back: without it an allocator 
 
 class Room:
     """The memory limits of a request. unyielding: components whose placement may not change at all. has_slack: a
-    little more than what must be is given back.
+    little more than what must be is given back. limits: those that imply all others; whole: who is whole in one of
+    them.
 
     What runs in a loop yields nothing: it would be given back and taken again at every pass.
     """
@@ -33,6 +34,8 @@ class Room:
             if users not in least or limit.limit_bytes < least[users].limit_bytes:
                 least[users] = limit
         self.limits = tuple(least.values())
+        self.total_bytes = sum(spec.total_bytes for spec in model.specs)
+        self.whole = frozenset(name for limit in self.limits for name in limit.whole)
         # What running a component takes beside weights and window.
         self._needs: dict[str, int] = {}
         for limit in self.limits:
@@ -49,22 +52,37 @@ class Room:
         Components that are in no part take nothing. device_bytes: for weights and window together, between requests.
         None: the weights alone do not fit.
         """
-        idle = 0
-        extra: dict[str, int] = {}
+        idle = sum(part.idle_bytes for part in parts)
+        return self.caps_of(self.left(parts), idle, device_bytes)
+
+    def left(self, parts: Sequence[Option]) -> list[int]:
+        """Return what some parts leave of every limit; less than nothing where they do not fit."""
+        rooms = [limit.limit_bytes for limit in self.limits]
         for part in parts:
-            idle += part.idle_bytes
-            if part.extra_bytes:
-                extra[part.spec.name] = part.extra_bytes
+            rooms = self.left_by(rooms, part)
+        return rooms
+
+    def left_by(self, rooms: Sequence[int], part: Option) -> list[int]:
+        """Return what one more part leaves of every limit."""
+        name, idle = part.spec.name, part.idle_bytes
+        found = []
+        for room, limit in zip(rooms, self.limits, strict=True):
+            if name in limit.whole:
+                room -= part.spec.total_bytes
+            elif part.extra_bytes and (name in limit.active or name == limit.lingering):
+                room -= idle + part.extra_bytes
+            else:
+                room -= idle
+            found.append(room)
+        return found
+
+    def caps_of(
+        self, rooms: Sequence[int], idle_bytes: int, device_bytes: int | None
+    ) -> tuple[int, dict[str, int]] | None:
+        """Return the same as `caps` for parts that leave so much of every limit and have so much on the device."""
         caps: dict[str, int] = {}
-        window: int | None = None if device_bytes is None else device_bytes - idle
-        for limit in self.limits:
-            room = limit.limit_bytes - idle
-            if limit.whole:
-                for part in parts:
-                    room -= part.spec.total_bytes - part.idle_bytes if part.spec.name in limit.whole else 0
-            for name, size in extra.items():
-                if name not in limit.whole and (name in limit.active or name == limit.lingering):
-                    room -= size
+        window: int | None = None if device_bytes is None else device_bytes - idle_bytes
+        for limit, room in zip(self.limits, rooms, strict=True):
             if room < 0:
                 return None
             if limit.whole:
@@ -87,15 +105,19 @@ class Room:
 
     def fits(self, parts: Sequence[Option], windows: Sequence[int]) -> bool:
         """Say whether the layers of some parts find room in what every time phase leaves of the window."""
-        for index, window in enumerate(windows):
+        return not any(taken > window for taken, window in zip(self.taken(parts), windows, strict=True))
+
+    def taken(self, parts: Sequence[Option]) -> list[int]:
+        """Return what some parts take of the window at least, by time phase."""
+        found = []
+        for index, names in enumerate(self._phases):
             held = slots = 0
             for part in parts:
                 held += part.moved[index].during_bytes
-                if part.slot_bytes > slots and part.spec.name in self._phases[index]:
+                if part.slot_bytes > slots and part.spec.name in names:
                     slots = part.slot_bytes
-            if held + slots > window:
-                return False
-        return True
+            found.append(held + slots)
+        return found
 
     def needed(self, parts: Sequence[Option]) -> int:
         """Return the smallest window that the parts ask for."""

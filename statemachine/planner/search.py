@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from residency.gpu.placement import Mode
-from residency.statemachine.planner.bound import NO_TRAFFIC, PhaseTraffic, stretches
+from residency.statemachine.planner.beside import Beside
+from residency.statemachine.planner.bound import PhaseTraffic, Pieces, together
 from residency.statemachine.planner.flows import steady_flows
 from residency.statemachine.planner.options import Family, Option
 
@@ -19,22 +18,16 @@ if TYPE_CHECKING:
     from residency.statemachine.planner.room import Room
 
 Parts = tuple[Option, ...]
+# Some parts, of the last of which it may be open how much is held: by a family. Before them what orders it, its bound.
+_Found = tuple[int, int, Parts, Family | None]
+_Node = tuple[int, int, int, Parts, Family | None]  # the same, with its number after what orders it
+# Nodes by the parts and the family that they are: how many others they become, and those of them that fit.
+Memo = dict[tuple[int, ...], tuple[int, list[tuple[int, _Found]]]]
 
 # What decides between choices of nearly equal bounds, as parts of a request's time.
 _LINK_SHARE = 256
 _DEPTH_SHARE = 128
 _ROOM_BITS = 26  # of bytes: 64 MiB
-
-
-@dataclass(order=True, slots=True)
-class _Node:
-    """Some parts; of the last one it may be open how much is held: `family`."""
-
-    key: int
-    number: int
-    lower_ns: int = field(compare=False)
-    parts: Parts = field(compare=False)
-    family: Family | None = field(compare=False)
 
 
 class Search:
@@ -43,6 +36,7 @@ class Search:
     by_pass: with the tighter bound. pinned_bytes_max: of all host copies together. host_bytes_max: host memory that
     going there takes anew. device_bytes_max: of weights and window between requests. num_nodes_max: partial choices
     that are bounded at most. threshold_ns: may be lowered while it runs; what is bounded to take longer is left out.
+    memo: of other searches among the same families within the same limits.
     """
 
     def __init__(
@@ -56,41 +50,44 @@ class Search:
         host_bytes_max: int | None = None,
         device_bytes_max: int | None = None,
         threshold_ns: int | None = None,
+        memo: Memo | None = None,
     ) -> None:
-        self._room, self._by_pass = room, by_pass
+        self._room, self._pieces = room, Pieces(room.model, by_pass=by_pass)
         self._pinned_bytes_max, self._host_bytes_max = pinned_bytes_max, host_bytes_max
         self.device_bytes_max = device_bytes_max
         self.threshold_ns, self.num_nodes, self._num_nodes_max = threshold_ns, 0, num_nodes_max
         # The largest first: what they leave decides everything after them.
         self._families = sorted(families, key=lambda found: (-found[0].head.spec.total_bytes, found[0].head.spec.name))
         self._heap: list[_Node] = []
+        self.memo: Memo = {} if memo is None else memo
         self._is_cut_short = False
 
     @property
     def is_exhausted(self) -> bool:
         """Whether nothing within the threshold is left out."""
-        return not self._is_cut_short and not any(self._is_within(node.lower_ns) for node in self._heap)
+        return not self._is_cut_short and not any(self._is_within(node[2]) for node in self._heap)
 
     @property
     def lower_ns(self) -> int | None:
         """What no choice that is still open can go below; None if none is open."""
-        return min((node.lower_ns for node in self._heap if self._is_within(node.lower_ns)), default=None)
+        return min((node[2] for node in self._heap if self._is_within(node[2])), default=None)
 
     def run(self) -> Iterator[tuple[int, Parts]]:
         """Yield complete choices with their bound, in ns."""
-        self._push((), (NO_TRAFFIC,) * len(self._room.model.phases), None)
+        self._start()
         while self._heap:
             node = heappop(self._heap)
-            if not self._is_within(node.lower_ns):
+            _, _, lower_ns, parts, family = node
+            if not self._is_within(lower_ns):
                 continue
-            if node.family is None and len(node.parts) == len(self._families):
-                yield node.lower_ns, node.parts
+            if family is None and len(parts) == len(self._families):
+                yield lower_ns, parts
                 continue
             if self.num_nodes >= self._num_nodes_max:
                 self._is_cut_short = True
                 heappush(self._heap, node)
                 return
-            self._expand(node)
+            self._expand(parts, family)
 
     def beam(self, width: int, tiers: Mapping[str, HostTier]) -> list[Parts]:
         """Return up to `width` complete choices that look best, component by component; may miss the best.
@@ -99,103 +96,105 @@ class Search:
         tier that is looked at.
         """
         forms = [_smallest(families, tiers) for families in self._families]
-        level: list[tuple[int, int, Parts, Family | None]] = [(0, 0, (), None)]
+        level: list[_Found] = [(0, 0, (), None)]
         for number, families in enumerate(self._families):
             heads = [one for one in families if _is_of(one.head, tiers)]
             rests = list(zip(*forms[number + 1 :], strict=True)) or [()]
-            found: list[tuple[int, int, Parts, Family | None]] = []
+            found: list[_Found] = []
             for _, _, parts, _ in level:
-                moved = self._moved(parts)
+                beside, rooms = self._beside(parts), [self._beside((*parts, *rest)) for rest in rests]
                 for family in heads:
-                    if any(self._leaves_room((*parts, family.head, *rest)) for rest in rests):
-                        self._weigh((*parts, family.head), moved, family if len(family) > 1 else None, found)
+                    if any(self._leaves_room(one, family.head) for one in rooms):
+                        found += self._counted(beside, family.head, family if len(family) > 1 else None)
             level = sorted(found, key=_by_key)[:width]
             found = [one for one in level if one[3] is None]
             for _, _, parts, open_family in level:
-                moved = self._moved(parts[:-1])
-                for option in open_family.members if open_family is not None else ():
-                    if any(self._leaves_room((*parts[:-1], option, *rest)) for rest in rests):
-                        self._weigh((*parts[:-1], option), moved, None, found)
+                if open_family is None:
+                    continue
+                beside, rooms = self._beside(parts[:-1]), [self._beside((*parts[:-1], *rest)) for rest in rests]
+                for option in open_family.members:
+                    if any(self._leaves_room(one, option) for one in rooms):
+                        found += self._counted(beside, option, None)
             level = sorted(found, key=_by_key)[:width]
         return [parts for _, _, parts, _ in level]
 
     def bound_ns(self, parts: Parts) -> int | None:
         """Return a bound on the time of a choice, complete or not, in ns; None if it does not fit."""
-        found = self._bounded(parts, self._moved(parts[:-1]), is_open=False) if self._has_host_memory(parts) else None
-        return None if found is None else found[0]
+        found = self._weighed(self._beside(parts[:-1]), parts[-1], None)
+        return None if found is None else found[1]
 
-    def _expand(self, node: _Node) -> None:
-        if node.family is not None:
-            parts = node.parts[:-1]
-            moved = self._moved(parts)
-            for option in node.family.members:
-                self._push((*parts, option), moved, None)
-            return
-        moved = self._moved(node.parts)
-        for family in self._families[len(node.parts)]:
-            self._push((*node.parts, family.head), moved, family if len(family) > 1 else None)
+    def _start(self) -> None:
+        """Put on the heap that nothing is chosen yet, if anything fits."""
+        self.num_nodes += 1
+        beside = self._beside(())
+        if beside.own_windows is not None:
+            lower_ns, _ = self._pieces.stretches(beside.moved, beside.own_windows).total_ns()
+            if self._is_within(lower_ns):
+                heappush(self._heap, (lower_ns, self.num_nodes, lower_ns, (), None))
 
-    def _leaves_room(self, parts: Parts) -> bool:
-        """Say whether complete parts fit."""
-        found = self._room.caps(parts, device_bytes=self.device_bytes_max)
-        if found is None or not self._has_host_memory(parts):
-            return False
-        return self._room.needed(parts) <= found[0] and self._room.fits(parts, self._room.windows(*found, at_most=True))
+    def _expand(self, parts: Parts, family: Family | None) -> None:
+        """Put on the heap what a node becomes; it may be known from another search."""
+        key = (*map(id, parts), id(family))
+        if key not in self.memo:
+            self.memo[key] = self._expanded(parts, family)
+        num, found = self.memo[key]
+        for number, (order, lower_ns, chosen, still_open) in found:
+            if self._is_within(lower_ns):
+                # Of nearly equal ones the one that is more complete.
+                depth = 2 * len(chosen) - (still_open is not None)
+                order -= lower_ns * depth // _DEPTH_SHARE
+                heappush(self._heap, (order, self.num_nodes + number, lower_ns, chosen, still_open))
+        self.num_nodes += num
 
-    def _has_host_memory(self, parts: Parts) -> bool:
+    def _expanded(self, parts: Parts, family: Family | None) -> tuple[int, list[tuple[int, _Found]]]:
+        if family is not None:
+            beside = self._beside(parts[:-1])
+            made = [self._weighed(beside, option, None) for option in family.members]
+        else:
+            beside = self._beside(parts)
+            made = [
+                self._weighed(beside, one.head, one if len(one) > 1 else None) for one in self._families[len(parts)]
+            ]
+        return len(made), [(number, found) for number, found in enumerate(made, 1) if found is not None]
+
+    def _beside(self, parts: Parts) -> Beside:
+        return Beside(self._room, parts, self.device_bytes_max)
+
+    def _leaves_room(self, beside: Beside, part: Option) -> bool:
+        """Say whether a part fits with all others."""
+        return self._has_host_memory(beside, part) and beside.has_room_for(part)
+
+    def _has_host_memory(self, beside: Beside, part: Option) -> bool:
         pinned, host = self._pinned_bytes_max, self._host_bytes_max
-        return (pinned is None or sum(part.pinned_bytes for part in parts) <= pinned) and (
-            host is None or sum(part.host_bytes for part in parts) <= host
+        return (pinned is None or beside.pinned_bytes + part.pinned_bytes <= pinned) and (
+            host is None or beside.host_bytes + part.host_bytes <= host
         )
 
     def _is_within(self, lower_ns: int) -> bool:
         return self.threshold_ns is None or lower_ns <= self.threshold_ns
 
-    def _push(self, parts: Parts, moved: Sequence[PhaseTraffic], family: Family | None) -> None:
-        """Put a choice on the heap; `moved`: by all parts but the last together."""
-        found: list[tuple[int, int, Parts, Family | None]] = []
-        self._weigh(parts, moved, family, found)
-        for key, lower_ns, _, _ in found:
-            # Of nearly equal ones the one that is more complete.
-            depth = 2 * len(parts) - (family is not None)
-            key -= lower_ns * depth // _DEPTH_SHARE
-            heappush(self._heap, _Node(key, self.num_nodes, lower_ns, parts, family))
-
-    def _weigh(
-        self,
-        parts: Parts,
-        moved: Sequence[PhaseTraffic],
-        family: Family | None,
-        found: list[tuple[int, int, Parts, Family | None]],
-    ) -> None:
-        """Add a choice that fits and is within the threshold: what orders it, its bound, and itself."""
+    def _counted(self, beside: Beside, part: Option, family: Family | None) -> list[_Found]:
+        """Return a choice if it fits and is within the threshold."""
         self.num_nodes += 1
-        bounded = self._bounded(parts, moved, is_open=family is not None) if self._has_host_memory(parts) else None
-        if bounded is not None and self._is_within(bounded[0]):
-            lower_ns, link_ns, waits_ns = bounded
-            # What is simulated waits more with little room and much on the link.
-            found.append((lower_ns + waits_ns + link_ns // _LINK_SHARE, lower_ns, parts, family))
+        found = self._weighed(beside, part, family)
+        return [] if found is None or not self._is_within(found[1]) else [found]
 
-    def _bounded(self, parts: Parts, moved: Sequence[PhaseTraffic], *, is_open: bool) -> tuple[int, int, int] | None:
-        """Return the bound, how long the link is busy in it, and a guess of waits; None if the choice does not fit.
+    def _weighed(self, beside: Beside, part: Option, family: Family | None) -> _Found | None:
+        """Return a choice with its bound and what orders it; None if it does not fit.
 
-        is_open: the last part may hold whatever finds room.
+        family: the part may hold whatever finds room.
         """
-        found = self._room.caps(parts, device_bytes=self.device_bytes_max)
-        if found is None:
+        if not self._has_host_memory(beside, part):
             return None
-        window, caps = found
-        complete = len(parts) == len(self._families)
-        if complete and not any(part.placement.mode is Mode.LAYERWISE_OFFLOAD for part in parts):
-            window = 0
-        windows = self._room.windows(window, caps, at_most=True)
-        if not self._room.fits(parts[:-1] if is_open else parts, windows):
+        is_last = len(beside.parts) + 1 == len(self._families)
+        windows = beside.windows(part, is_open=family is not None, is_last=is_last)
+        if windows is None:
             return None
-        traffic = [moved]
-        if parts:
-            traffic.append(self._relaxed(parts[-1], windows) if is_open else parts[-1].moved)
-        lower_ns, link_ns = stretches(self._room.model, traffic, windows, by_pass=self._by_pass).total_ns()
-        return lower_ns, link_ns, self._waits_ns(parts, windows)
+        moved = part.moved if family is None else self._relaxed(part, windows)
+        lower_ns, link_ns = self._pieces.stretches(together(beside.moved, moved), windows).total_ns()
+        parts = (*beside.parts, part)
+        # What is simulated waits more with little room and much on the link.
+        return lower_ns + self._waits_ns(parts, windows) + link_ns // _LINK_SHARE, lower_ns, parts, family
 
     def _relaxed(self, part: Option, windows: Sequence[int]) -> list[PhaseTraffic]:
         """Return what an option moves if it holds to the byte what finds room, at no one else's cost."""
@@ -210,8 +209,7 @@ class Search:
             # Once a request, whichever phase of it comes first.
             brought, before = max(0, held - before), max(held, before)
             result.append(
-                replace(
-                    moved,
+                moved._replace(
                     streamed_bytes=streamed,
                     streamed_ns=moved.streamed_ns * streamed // moved.streamed_bytes,
                     brought_bytes=brought,
@@ -240,23 +238,6 @@ class Search:
                         total += phase.passes * part.uneven_ns[key]
         return total
 
-    def _moved(self, parts: Parts) -> Sequence[PhaseTraffic]:
-        """Return what some components move together, by time phase."""
-        if not parts:
-            return (NO_TRAFFIC,) * len(self._room.model.phases)
-        return tuple(
-            PhaseTraffic(
-                streamed_bytes=sum(one.streamed_bytes for one in phase),
-                streamed_ns=sum(one.streamed_ns for one in phase),
-                brought_bytes=sum(one.brought_bytes for one in phase),
-                brought_ns=sum(one.brought_ns for one in phase),
-                during_bytes=sum(one.during_bytes for one in phase),
-                beyond_bytes=sum(one.beyond_bytes for one in phase),
-                loads_ns=sum(one.loads_ns for one in phase),
-            )
-            for phase in zip(*(part.moved for part in parts), strict=True)
-        )
-
 
 def _uneven_ns(section: Section, room: int) -> int:
     """Return by how much a pass takes longer than if its layer groups were one, with so much room to run ahead."""
@@ -266,7 +247,7 @@ def _uneven_ns(section: Section, room: int) -> int:
     return apart_ns - max(sum(compute_ns), sum(link_ns))
 
 
-def _by_key(found: tuple[int, int, Parts, Family | None]) -> int:
+def _by_key(found: _Found) -> int:
     return found[0]
 
 

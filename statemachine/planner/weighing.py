@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from residency.gpu.placement import Placement
 from residency.statemachine.planner.holdings import idle_bytes, pinned_bytes, weight_bytes
 from residency.statemachine.planner.options import host_bytes
-from residency.statemachine.planner.search import Parts, Search
+from residency.statemachine.planner.search import Memo, Parts, Search
 from residency.statemachine.planner.timeline import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -171,8 +171,9 @@ class Weigher:
         device_bytes_max: int | None = None,
         threshold_ns: int | None = None,
         num_nodes_max: int | None = None,
+        memo: Memo | None = None,
     ) -> Search:
-        """Return a search within the limits."""
+        """Return a search within the limits. memo: of another one among the same choices with the same memory."""
         return Search(
             self.room,
             choices,
@@ -182,6 +183,7 @@ class Weigher:
             host_bytes_max=self.rules.host_bytes_max,
             device_bytes_max=device_bytes_max,
             threshold_ns=threshold_ns,
+            memo=memo,
         )
 
     def placement(self, parts: Parts, device_bytes_max: int | None = None) -> Placement | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 Room = tuple[int, int, int]  # block, start, end
 
 
@@ -11,7 +13,7 @@ class WindowModel:
     The block that is given back for little is given back for much, too: the first stays always, the last one least.
     """
 
-    __slots__ = ("_bounds", "_free", "_gaps")
+    __slots__ = ("_backward", "_bounds", "_forward", "_gaps", "_largest")
 
     def __init__(self, num_bytes: int, yields: list[int]) -> None:
         steps = sorted({min(amount, num_bytes) for amount in yields if amount > 0})
@@ -23,51 +25,53 @@ class WindowModel:
         # A block is there while less is given back than its bound.
         self._bounds = [bound for bound, _ in sizes]
         self._gaps: list[list[tuple[int, int, int]]] = [[(0, size, 0)] for _, size in sizes]
-        self._free = [size for _, size in sizes]  # of every block, in however many gaps
+        self._largest = [size for _, size in sizes]  # gap of every block
+        self._forward = range(len(sizes))
+        self._backward = self._forward[::-1]
 
     def take(self, num_bytes: int, *, yielded: int, is_held: bool) -> tuple[Room, int] | None:
         """Return a room that stays while so much is given back, and when it is free; None if there is none."""
-        blocks = range(len(self._bounds))
-        for block in reversed(blocks) if is_held else blocks:
-            if num_bytes > self._free[block] or yielded >= self._bounds[block]:
+        largest, bounds = self._largest, self._bounds
+        for block in self._backward if is_held else self._forward:
+            if num_bytes > largest[block] or yielded >= bounds[block]:
                 continue
             gaps = self._gaps[block]
-            best, least = -1, 0
+            best, least = 0, -1
             for number, (start, end, _) in enumerate(gaps):
                 left = end - start - num_bytes
                 # Of equal ones the one that lies farther where held ones lie.
-                if left >= 0 and (best < 0 or left < least or (is_held and left == least)):
+                if left >= 0 and (least < 0 or left < least or (is_held and left == least)):
                     best, least = number, left
-            if best < 0:
-                continue
             start, end, free_ns = gaps[best]
-            self._free[block] -= num_bytes
             if not least:
                 del gaps[best]
-                return (block, start, end), free_ns
-            if is_held:
+                room = block, start, end
+            elif is_held:
                 gaps[best] = (start, end - num_bytes, free_ns)
-                return (block, end - num_bytes, end), free_ns
-            gaps[best] = (start + num_bytes, end, free_ns)
-            return (block, start, start + num_bytes), free_ns
+                room = block, end - num_bytes, end
+            else:
+                gaps[best] = (start + num_bytes, end, free_ns)
+                room = block, start, start + num_bytes
+            if end - start == largest[block]:
+                largest[block] = max([end - start for start, end, _ in gaps], default=0)
+            return room, free_ns
         return None
 
     def give(self, room: Room, free_ns: int) -> None:
         """Return a room that may be written to from then on."""
         block, start, end = room
-        self._free[block] += end - start
         gaps = self._gaps[block]
-        place = 0
-        while place < len(gaps) and gaps[place][0] < start:
-            place += 1
+        place = bisect_left(gaps, (start,))
         if place < len(gaps) and gaps[place][0] == end:
-            free_ns, end = max(free_ns, gaps[place][2]), gaps[place][1]
-            del gaps[place]
+            _, end, after_ns = gaps.pop(place)
+            free_ns = max(free_ns, after_ns)
         if place and gaps[place - 1][1] == start:
-            free_ns, start = max(free_ns, gaps[place - 1][2]), gaps[place - 1][0]
             place -= 1
-            del gaps[place]
-        gaps.insert(place, (start, end, free_ns))
+            start, _, before_ns = gaps[place]
+            gaps[place] = (start, end, max(free_ns, before_ns))
+        else:
+            gaps.insert(place, (start, end, free_ns))
+        self._largest[block] = max(self._largest[block], end - start)
 
     def stays(self, room: Room, yielded: int) -> bool:
         """Whether a room is kept while so much is given back."""

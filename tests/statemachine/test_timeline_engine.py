@@ -18,7 +18,7 @@ from residency.gpu.specs import window_bytes
 from residency.gpu.window import Window
 from residency.statemachine.planner.program import Program
 from residency.statemachine.planner.request_model import ComponentUse, LayerUse, RequestModel, TimePhase
-from residency.statemachine.planner.timeline import Run
+from residency.statemachine.planner.running import Run
 from residency.statemachine.planner.window_model import WindowModel
 
 if TYPE_CHECKING:
