@@ -49,7 +49,7 @@ class CudaDevice:
         free_bytes, self._total_bytes = torch.cuda.mem_get_info(self._device)
         self._cap_bytes = _whole_gib(free_bytes + torch.cuda.memory_reserved(self._device))
         self._lock = threading.Lock()
-        self._pins = CudaPins(self._device, synchronize=self.synchronize)
+        self._pins = CudaPins(self._device)
         self._staged = StagedUpload(self._pins)
         self._to_device_bytes = 0
         self._to_host_bytes = 0
@@ -256,8 +256,10 @@ class CudaDevice:
     def unpin(self, storage: torch.UntypedStorage) -> None:
         """Undo `pin`, after the copies from it have ended. A second call is a no-op.
 
-        Whatever interrupts it, the storage is kept alive for as long as it may be registered.
+        Whatever interrupts it, the storage is kept alive for as long as it may be registered. Raises TimeoutError, with
+        nothing unpinned, if copies that were asked for are not made.
         """
+        self._queue.settle()
         self._pins.unpin(storage)
 
     def moved_bytes(self) -> tuple[int, int]:
@@ -278,8 +280,12 @@ class CudaDevice:
             return self._link
 
     def close(self) -> None:
-        """Unpin everything. Caps of the allocator stay. A second call is a no-op."""
+        """Unpin everything. Caps of the allocator stay. A second call is a no-op.
+
+        Raises TimeoutError, with everything still pinned, if a copy that was begun does not end.
+        """
         self._queue.close()
+        self._queue.settle()  # What hangs holds the buffers, and may go on to copy from what would be unpinned.
         self._staged.close()
         self._pins.clear()
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Protocol, SupportsInt, cast
+from typing import Protocol, SupportsInt, cast
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +27,12 @@ class _CudaRuntime(Protocol):
 class CudaPins:
     """Registers host storages and keeps them alive: memory must never be unmapped while it is registered.
 
-    Any thread may call. A registration that the driver does not return from blocks other registrations, nothing else.
+    Any thread may call, the one that copies as well: nothing here waits for copies that are still to be made. A
+    registration that the driver does not return from blocks other registrations, nothing else.
     """
 
-    def __init__(self, device: torch.device, *, synchronize: Callable[[], None]) -> None:
-        self._device, self._synchronize = device, synchronize
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._lock = threading.Lock()
         # Address -> the storage, and whether the registration is ours (torch itself may have pinned it).
         self._pinned: dict[int, tuple[torch.UntypedStorage, bool]] = {}
@@ -58,7 +56,7 @@ class CudaPins:
             return not error
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
-        """Undo `pin`, after the copies from it have ended. A second call is a no-op.
+        """Undo `pin`, after the copies from it that are on their way have ended. A second call is a no-op.
 
         Whatever interrupts it, the storage is kept alive for as long as it may be registered.
         """
@@ -66,7 +64,7 @@ class CudaPins:
         with self._lock, torch.cuda.device(self._device):
             _, is_ours = self._pinned.get(address, (storage, False))
             if is_ours:
-                self._synchronize()
+                torch.cuda.synchronize(self._device)
                 error = self._unregister(address)
                 if error:
                     log.warning("unpinning failed with CUDA error %d; the memory is kept", error)
@@ -107,7 +105,7 @@ class CudaPins:
         for _ in range(DRAIN_ATTEMPTS_MAX):
             try:
                 torch.zeros(1, device=self._device)
-                self._synchronize()
+                torch.cuda.synchronize(self._device)
             except torch.OutOfMemoryError:
                 return
             except RuntimeError:

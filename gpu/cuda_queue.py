@@ -81,7 +81,10 @@ class CopyQueue:
         return QueuedMark(self._thread.ask(work), queue=queue)
 
     def settle(self) -> None:
-        """Return once all copies that were asked for are on their way. Raises TimeoutError."""
+        """Return once all copies that were asked for are on their way. Raises TimeoutError.
+
+        Never while holding a lock that those copies need: of the buffers, or of what is page-locked.
+        """
         self._thread.wait()
 
     def close(self) -> None:
@@ -94,7 +97,8 @@ class CopyQueue:
         copies: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
         marks: Iterable[Mark],
     ) -> EventMark:
-        with torch.cuda.stream(stream):
+        # A new thread starts with the first device, which setting the stream back would open a context on.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for mark in marks:
                 assert isinstance(mark, EventMark)
                 stream.wait_event(mark.event)

@@ -30,6 +30,7 @@ class StagedUpload:
         self._pins = pins
         self._lock = threading.Lock()
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] | None = None
+        self._is_refused = False  # To ask the driver again for every weight would cost more than copies without it.
         self._turn = 0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -52,17 +53,20 @@ class StagedUpload:
     def close(self) -> None:
         """Let go of the buffers. A second call is a no-op."""
         with self._lock:
-            self._buffers = None
+            self._buffers, self._is_refused = None, False
 
     def _have_buffers(self) -> bool:
-        if self._buffers is None:
+        if self._buffers is None and not self._is_refused:
             storages = [allocate(BUFFER_BYTES) for _ in range(NUM_BUFFERS)]
             buffers = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
             for buffer in buffers:
                 buffer.zero_()  # Registered when touched: ten times as fast.
-            if not all(self._pins.pin(storage) for storage in storages):
-                for storage in storages:
-                    self._pins.unpin(storage)
-                return False
-            self._buffers = [(buffer, torch.cuda.Event()) for buffer in buffers]  # type: ignore[no-untyped-call]
-        return True
+            try:
+                self._is_refused = not all(self._pins.pin(storage) for storage in storages)
+                if not self._is_refused:
+                    self._buffers = [(one, torch.cuda.Event()) for one in buffers]  # type: ignore[no-untyped-call]
+            finally:
+                if self._buffers is None:
+                    for storage in storages:
+                        self._pins.unpin(storage)
+        return self._buffers is not None

@@ -241,7 +241,8 @@ class HostStore:
         for cell in self._cells:
             if cell.device is not None and cell not in free:
                 cell.set_host(None)
-        if all(cell.host is None for cell in self._cells):
+        # What stays may be an adapter that was loaded later; the packed copy would live for it.
+        if self._packed is not None and not any(cell.host in self._packed for cell in self._cells):
             self._packed = None
 
     def _upload(self, cells: list[Cell]) -> list[torch.UntypedStorage]:

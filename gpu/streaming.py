@@ -260,7 +260,12 @@ class Streamer:
             self._loaded[layer] = self._known[layer] = None
             layer.ready = self.device.copy_ahead(layer.store.copies(room.block), after=room.after)
         except BaseException:
-            self._give_back(layer)
+            # Part of it may be on its way, with no mark that tells of its end.
+            try:
+                with suppress(RuntimeError, TimeoutError):
+                    self.device.synchronize()
+            finally:
+                self._give_back(layer)
             raise
 
     def _await(self, layer: Layer) -> None:

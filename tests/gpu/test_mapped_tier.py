@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from residency.errors import ModeUnavailable
 from residency.gpu.pipeline import ManagedPipeline
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
+from residency.gpu.storage import HostStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +69,21 @@ def test_a_commit_keeps_the_mapping_so_that_there_is_a_way_back(net: Any, toys: 
     with torch.no_grad(), pipeline.request():
         assert torch.equal(net(value), expected)
     assert device.moved_bytes()[1] < 4 * WIDTH * 5  # Only what no file holds came back.
+
+
+def test_a_packed_copy_is_let_go_of_though_the_file_of_an_adapter_stays_mapped(
+    toys: Any, device: EmulatedDevice, tmp_path: Path
+) -> None:
+    block = toys.block(WIDTH)
+    store = HostStore(lambda: block.modules(), device)
+    store.pin()
+    packed = weakref.ref(block.linear.weight.untyped_storage())
+    save_file({"adapter": torch.ones(WIDTH, WIDTH)}, tmp_path / "adapter.safetensors")
+    block.adapter = torch.nn.Parameter(load_file(tmp_path / "adapter.safetensors")["adapter"], requires_grad=False)
+    store.onload()
+    store.release_host()
+    assert store.host_bytes == 4 * WIDTH**2
+    assert packed() is None
 
 
 def test_weights_that_are_in_no_file_cannot_be_mapped(toys: Any, device: EmulatedDevice) -> None:

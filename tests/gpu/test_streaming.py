@@ -17,6 +17,7 @@ from residency.gpu.pipeline import ManagedPipeline
 from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 from residency.gpu.records import RequestKind
 from residency.gpu.specs import window_bytes
+from residency.gpu.window import Window
 from residency.gpu.workload import Workload
 
 if TYPE_CHECKING:
@@ -301,6 +302,34 @@ def test_a_copy_that_could_not_be_made_fails_one_request_and_is_made_for_the_nex
     bench.request()
     assert bench.device.moved_bytes()[0] > before
     assert bench.pipeline.window_bytes
+
+
+def test_a_copy_whose_asking_is_interrupted_has_ended_before_its_room_is_given_to_others(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(a=layerwise(), b=layerwise())
+    bench.request()
+    plain, given, done = bench.device.copy_ahead, Window.give, list[str]()
+
+    def interrupt(copies: Any, *, after: Any) -> Mark:
+        plain(copies, after=after)
+        monkeypatch.setattr(bench.device, "copy_ahead", plain)
+        done.append("asked")
+        raise KeyboardInterrupt
+
+    def give(self: Window, room: Any, *, after: Any) -> None:
+        done.append("given")
+        given(self, room, after=after)
+
+    monkeypatch.setattr(bench.device, "copy_ahead", interrupt)
+    monkeypatch.setattr(bench.device, "synchronize", lambda: done.append("waited for"))
+    monkeypatch.setattr(Window, "give", give)
+    with pytest.raises(KeyboardInterrupt), bench.pipeline.request():
+        bench.compute()
+    asked = done.index("asked")
+    assert done[asked : asked + 3] == ["asked", "waited for", "given"]
+    monkeypatch.undo()
+    bench.request()
 
 
 def test_without_memory_for_the_window_requests_are_right_and_slower(toys: Any, make: Callable[..., Bench]) -> None:
