@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-from residency.errors import ProcessPoisoned, RollbackFailed
+from residency.errors import ProcessPoisoned, RollbackFailed, RoundUndecided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class Interrupts:
         if self._entered == 0:
             pending, self._pending = self._pending, None
             # What ends the process by itself must say so.
-            is_told = isinstance(error, (RollbackFailed, ProcessPoisoned, Terminated))
+            is_told = isinstance(error, (RollbackFailed, ProcessPoisoned, RoundUndecided, Terminated))
             _kept.update(self._previous)
             self._previous.clear()
             if pending is not None and not is_told:

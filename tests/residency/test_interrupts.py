@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from residency.errors import ProcessPoisoned, ResidencyError, RollbackFailed, RoundUndecided
 from residency.interrupts import Interrupts, Terminated, deliver
 from residency.journal.fold import fold_stream
 from residency.journal.reader import JournalReader
@@ -67,6 +68,23 @@ def test_a_second_signal_does_nothing_while_the_first_is_cleared_up(heard: list[
     assert heard == [signal.SIGTERM]
     send(second)
     assert heard == [signal.SIGTERM, second]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RollbackFailed(round_number=1, problems=("vae: gone",)),
+        ProcessPoisoned(round_number=1, problem="illegal access"),
+        RoundUndecided(round_number=1, problem="the store is lost"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_ends_the_process_by_itself_is_not_hidden_by_a_signal(heard: list[int], error: ResidencyError) -> None:
+    interrupts = Interrupts()
+
+    with pytest.raises(type(error)), interrupts, interrupts.deferred():
+        send(signal.SIGTERM)
+        raise error
 
 
 @pytest.mark.parametrize("fails", [False, True])
