@@ -23,7 +23,7 @@ from residency.journal.reader import JournalReader
 from residency.journal.rewrite import Rewrite
 from residency.journal.sqlite import FAILURES, abandon, explain, warn_if_unsafe
 from residency.journal.sqlite_insert import append_events
-from residency.journal.witness import check_witness, write_witness
+from residency.journal.witness import Witness, check_witness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +54,9 @@ class FileStore:
         # Of the WAL that the connection writes to.
         self._wal_key: tuple[int, int] | None = None
         self._journal_id = ""
+        self._witness = Witness(path)
+        # Names, because to build a path takes longer than to look at the file.
+        self._name, self._wal_name = str(path), str(beside(path, "-wal"))
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], *, clock_ns: Callable[[], int], wait_s: float) -> Self:
@@ -88,7 +91,7 @@ class FileStore:
         with self._alone():
             events = self._insert(prepared, stream=stream, epoch=epoch, rank=rank)
             if witness:
-                write_witness(self.path, self._journal_id, events[-1])
+                self._witness.write(self._journal_id, events[-1])
         return events
 
     def hold(self, stream: str) -> StreamLock:
@@ -115,6 +118,7 @@ class FileStore:
 
     def abandon(self) -> None:
         """Let go of it in a forked child, without a trace."""
+        self._witness.close()
         if self._connection is not None:
             abandon(self._connection)
 
@@ -212,7 +216,7 @@ class FileStore:
     def _check_file_in_place(self) -> None:
         # Rows written into a file that has lost its name would be gone with the process.
         try:
-            found = os.stat(self.path)
+            found = os.stat(self._name)
         except OSError as error:
             raise unusable(self.path, error) from error
         if (found.st_dev, found.st_ino) != self._key:
@@ -221,7 +225,7 @@ class FileStore:
                 problem="the file was replaced since it was opened",
                 remedy="restart the worker to use the new one",
             )
-        wal = _key_of(beside(self.path, "-wal"))
+        wal = _key_of(self._wal_name)
         if self._wal_key is not None and wal != self._wal_key:
             # SQLite still writes into the old one, and what it acknowledges would be gone with the process.
             raise JournalError(
@@ -232,7 +236,7 @@ class FileStore:
 
     def _note_wal(self) -> None:
         if self._wal_key is None and self._connection is not None:
-            self._wal_key = _key_of(beside(self.path, "-wal"))
+            self._wal_key = _key_of(self._wal_name)
 
     def _connected(self) -> Connection:
         if self._connection is None:
@@ -255,6 +259,7 @@ class FileStore:
         """Let go of everything."""
         if self._reader is not None:
             self._reader.close()
+        self._witness.close()
         self._disconnect()
         if self._engine is not None:
             self._engine.dispose()
@@ -279,10 +284,10 @@ class FileStore:
                     raise self._explained(error) from error
                 raise
             for event in rewrite.witnesses:
-                write_witness(self.path, self._journal_id, event)
+                self._witness.write(self._journal_id, event)
 
 
-def _key_of(path: Path) -> tuple[int, int] | None:
+def _key_of(path: str) -> tuple[int, int] | None:
     """Return what tells a file from others, None if it is not there."""
     try:
         found = os.stat(path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from residency.journal.location import head_path
-from residency.journal.slots import change_slot, read_slots, write_slot
+from residency.journal.slots import SlotFile, read_slots, write_slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,30 +90,50 @@ def write_head(journal: Path, head: Head) -> None:
     write_slot(head_path(journal), msgspec.json.encode(head, order="sorted"))
 
 
-def advance_head(journal: Path, journal_id: str, event: Event) -> str | None:
-    """Have the witness name this event as the last of its stream; the other streams keep theirs.
+class HeadFile:
+    """The witness of a journal, kept open by a writer that moves it on again and again.
 
-    Blocks until it is on disk. Returns why the witness that was there could not be read, None if it could: then, and
-    if it was another journal's, it is begun anew. Needs a lock that keeps other writers of it out.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
+    Needs a lock that keeps other writers of it out.
     """
-    problem: str | None = None
 
-    def change(content: bytes) -> bytes:
-        nonlocal problem
-        known: Head | None = None
-        try:
-            known = _decoder.decode(content) if content else None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            problem = str(error)
-        streams = {} if known is None or known.journal_id != journal_id else known.streams
-        head = Head(journal_id=journal_id, position=event.position, streams={**streams, event.stream: head_of(event)})
-        return msgspec.json.encode(head, order="sorted")
+    def __init__(self, journal: Path) -> None:
+        self._file = SlotFile(head_path(journal))
+        # The last content that was written here, and what it says.
+        self._written = b""
+        self._head: Head | None = None
 
-    change_slot(head_path(journal), change)
-    return problem
+    def advance(self, journal_id: str, event: Event) -> str | None:
+        """Have the witness name this event as the last of its stream; the other streams keep theirs.
+
+        Blocks until it is on disk. Returns why the witness that was there could not be read, None if it could: then,
+        and if it was another journal's, it is begun anew.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written.
+        """
+        problem: str | None = None
+
+        def change(content: bytes) -> bytes:
+            nonlocal problem
+            known = self._head if content is self._written else None
+            if known is None:
+                try:
+                    known = _decoder.decode(content) if content else None
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    problem = str(error)
+            streams = {} if known is None or known.journal_id != journal_id else known.streams
+            self._head = Head(
+                journal_id=journal_id, position=event.position, streams={**streams, event.stream: head_of(event)}
+            )
+            self._written = msgspec.json.encode(self._head, order="sorted")
+            return self._written
+
+        self._file.change(change)
+        return problem
+
+    def close(self) -> None:
+        """Close the file. A second call is a no-op; the next advance opens it again."""
+        self._file.close()
 
 
 def contradictions(

@@ -12,7 +12,7 @@ from sqlalchemy import select
 from residency.journal.encode import canonical_json
 from residency.journal.engine import BLOBS, EVENTS
 from residency.journal.events import Draft, Event
-from residency.journal.hashing import ZERO_HASH, blob_digest, hash_event
+from residency.journal.hashing import ZERO_HASH, blob_digest, hash_row
 from residency.journal.host import boot_id
 from residency.journal.schema import EVENT_COLUMNS
 from residency.journal.upcast import SCHEMA_VERSION
@@ -171,25 +171,9 @@ def _make_event(
     previous_hash: bytes,
 ) -> Event:
     draft = one.draft
-    unhashed = Event(
-        position=position,
-        stream=stream,
-        stream_version=stream_version,
-        event_id=one.event_id,
-        epoch=epoch,
-        round=draft.round,
-        rank=rank,
-        type=draft.type.value,
-        schema_version=SCHEMA_VERSION,
-        from_state=draft.from_state,
-        to_state=draft.to_state,
-        trigger=draft.trigger,
-        recorded_at=recorded_at,
-        boot_id=boot_id(),
-        pid=os.getpid(),
-        causation=draft.causation,
-        payload=one.payload,
-        previous_hash=previous_hash,
-        hash=b"",
+    unhashed = (
+        *(position, stream, stream_version, one.event_id, epoch, draft.round, rank, draft.type.value, SCHEMA_VERSION),
+        *(draft.from_state, draft.to_state, draft.trigger, recorded_at, boot_id(), os.getpid(), draft.causation),
+        *(one.payload, previous_hash),
     )
-    return unhashed._replace(hash=hash_event(unhashed))
+    return Event._make((*unhashed, hash_row((*unhashed, None))))

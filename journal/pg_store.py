@@ -190,10 +190,14 @@ class ServerStore:
             self._reader.close()
             self._holds.clear()
             self._session.close()
+            if self._witness is not None:
+                self._witness.close()
 
     def abandon(self) -> None:
         """Let go of it in a forked child, without a trace."""
         self._session.abandon()
+        if self._witness is not None:
+            self._witness.close()
 
     def _append_safely(self, prepared: Sequence[Prepared], *, stream: str, epoch: str, rank: int) -> tuple[Event, ...]:
         """Append; a few times, where the first try is known to have written nothing, or will be known to."""

@@ -9,7 +9,7 @@ from residency.errors import JournalError
 from residency.journal.files import make_folder
 from residency.journal.location import lock_path
 from residency.journal.locks import FileLock
-from residency.journal.witness import check_witness, write_witness
+from residency.journal.witness import Witness, check_witness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +35,7 @@ class ServerWitness:
         self.path = location.witness_path(folder)
         self._journal = str(location)
         self._clock_ns = clock_ns
+        self._witness = Witness(self.path)
 
     def check(
         self,
@@ -63,9 +64,13 @@ class ServerWitness:
             make_folder(self.path.parent)
             guard = FileLock(lock_path(self.path))
             guard.acquire(wait_s=_WAIT_S)
-            write_witness(self.path, journal_id, last)
+            self._witness.write(journal_id, last)
         except JournalError as error:
             log.warning("journal %s: the head witness cannot be written: %s", self._journal, error)
         finally:
             if guard is not None:
                 guard.close()
+
+    def close(self) -> None:
+        """Let go of the file. A second call is a no-op."""
+        self._witness.close()

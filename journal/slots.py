@@ -47,43 +47,109 @@ def write_slot(path: Path, content: bytes) -> None:
     Raises:
         OSError: the disk is full, or the file or its folder cannot be written.
     """
-    change_slot(path, lambda _: content)
-
-
-def change_slot(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Have a file hold what becomes of its content, as `write_slot` does.
-
-    change: gets the newest content that is whole, or all that there is if nothing is; empty without a file.
-    In place and without a change of the file's size, which takes a disk a fraction of what a new file does.
-
-    Raises:
-        OSError: as `write_slot`.
-    """
-    # Whatever somebody put there, a named pipe even, must not make a worker wait.
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    file = SlotFile(path)
     try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-            raise
-        _make(path, _text(1, change(b"")))
-        return
-    try:
-        found = os.fstat(descriptor)
-        there = os.pread(descriptor, found.st_size, 0) if stat.S_ISREG(found.st_mode) else b""
-        size = len(there) // 2
-        slots = _slot(there[:size]), _slot(there[size:])
-        whole = [slot for slot in slots if isinstance(slot, Slot)]
-        newest = max(whole, key=lambda slot: slot.number, default=None)
-        known = 0 if newest is None else newest.number
-        text = _text(known + 1, change(there if newest is None else bytes(newest.content)))
-        if newest is not None and len(text) < size and size % _SLOT_BYTES_MIN == 0 and len(there) == 2 * size:
-            os.pwrite(descriptor, text.ljust(size - 1) + b"\n", size if slots[0] is newest else 0)
-            os.fdatasync(descriptor)
-            return
+        file.change(lambda _: content)
     finally:
-        os.close(descriptor)
-    _make(path, text)
+        file.close()
+
+
+class SlotFile:
+    """Such a file, kept open from one change to the next. Whoever else may change it must be kept out meanwhile.
+
+    In place and without a change of the file's size, a change takes a disk a fraction of what a new file does; and as
+    long as nobody else comes between, what is there needs no decoding.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._name = os.fspath(path)
+        self._descriptor: int | None = None
+        self._key: tuple[int, int] | None = None
+        # What the file holds after a change of ours, and what `_look` would find in it.
+        self._there = b""
+        self._found = _Found()
+
+    def change(self, change: Callable[[bytes], bytes]) -> None:
+        """Have the file hold what becomes of its content, as `write_slot` does.
+
+        change: gets the newest content that is whole, or all that there is if nothing is; empty without a file.
+
+        Raises:
+            OSError: as `write_slot`.
+        """
+        descriptor = self._opened()
+        if descriptor is None:
+            _make(self._path, _text(1, change(b"")))
+            return
+        try:
+            self._change(descriptor, change)
+        except BaseException:
+            # What is there now, the next change looks for itself.
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file. A second call is a no-op; a change opens it again."""
+        descriptor, self._descriptor = self._descriptor, None
+        self._key, self._there = None, b""
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _opened(self) -> int | None:
+        """Return the descriptor of the file that has the name now; None if it must be made."""
+        try:
+            found = os.lstat(self._name)
+            if self._descriptor is not None and (found.st_dev, found.st_ino) == self._key:
+                return self._descriptor
+            self.close()
+            # Whatever somebody put there, a named pipe even, must not make a worker wait.
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+            self._descriptor = os.open(self._name, flags)
+            found = os.fstat(self._descriptor)
+        except OSError as error:
+            self.close()
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+                return None
+            raise
+        # What is no file is looked at again each time.
+        self._key = (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+        return self._descriptor
+
+    def _change(self, descriptor: int, change: Callable[[bytes], bytes]) -> None:
+        there = os.pread(descriptor, os.fstat(descriptor).st_size, 0) if self._key is not None else b""
+        found = self._found if there and there == self._there else _look(there)
+        size = len(there) // 2
+        content = change(there if found.content is None else found.content)
+        text = _text(found.number + 1, content)
+        is_ours = found.content is not None and size % _SLOT_BYTES_MIN == 0 and len(there) == 2 * size
+        if not is_ours or len(text) >= size:
+            self.close()
+            _make(self._path, text)
+            return
+        line = text.ljust(size - 1) + b"\n"
+        os.pwrite(descriptor, line, found.other * size)
+        os.fdatasync(descriptor)
+        self._there = line + there[size:] if found.other == 0 else there[:size] + line
+        self._found = _Found(number=found.number + 1, content=content, other=1 - found.other)
+
+
+class _Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file holds: the newest content, None if none is whole, its number, and which slot is written next."""
+
+    number: int = 0
+    content: bytes | None = None
+    other: int = 0
+
+
+def _look(there: bytes) -> _Found:
+    size = len(there) // 2
+    slots = [_slot(there[:size]), _slot(there[size:])]
+    whole = [slot for slot in slots if isinstance(slot, Slot)]
+    newest = max(whole, key=lambda slot: slot.number, default=None)
+    if newest is None:
+        return _Found()
+    return _Found(number=newest.number, content=bytes(newest.content), other=1 if slots[0] is newest else 0)
 
 
 def _slot(line: bytes) -> Slot | bool:

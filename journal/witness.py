@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from residency.journal.files import set_head_aside
-from residency.journal.head import Head, HeadUnreadable, advance_head, contradictions, read_head
+from residency.journal.head import Head, HeadFile, HeadUnreadable, contradictions, read_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,15 +62,26 @@ def _is_failing(error: HeadUnreadable) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
-def write_witness(path: Path, journal_id: str, last: Event) -> None:
-    """Note in the witness beside a path how far a stream has come. Needs a lock that keeps other writers of it out.
+class Witness:
+    """The witness beside a path, as a writer keeps it. Needs a lock that keeps other writers of it out."""
 
-    A witness that cannot be written is a warning: the events are durable, only the proof that they were is missing.
-    """
-    try:
-        problem = advance_head(path, journal_id, last)
-    except OSError as error:
-        log.warning("journal %s: the head witness cannot be written: %s", path, error)
-        return
-    if problem is not None:
-        log.warning("journal %s: the head witness could not be read and was written anew: %s", path, problem)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = HeadFile(path)
+
+    def write(self, journal_id: str, last: Event) -> None:
+        """Note how far a stream has come. Blocks until it is on disk.
+
+        A witness that cannot be written is a warning: the events are durable, only the proof that they were is missing.
+        """
+        try:
+            problem = self._file.advance(journal_id, last)
+        except OSError as error:
+            log.warning("journal %s: the head witness cannot be written: %s", self.path, error)
+            return
+        if problem is not None:
+            log.warning("journal %s: the head witness could not be read and was written anew: %s", self.path, problem)
+
+    def close(self) -> None:
+        """Let go of the file. A second call is a no-op."""
+        self._file.close()

@@ -653,8 +653,8 @@ def dying(plain):
 for name in ("newest", "events", "delete_events", "delete_blobs", "append", "_check_triggers"):
     setattr(Rewrite, name, dying(getattr(Rewrite, name)))
 module.write_head = dying(module.write_head)
-import residency.journal.witness as witness
-witness.advance_head = dying(witness.advance_head)
+from residency.journal.head import HeadFile
+HeadFile.advance = dying(HeadFile.advance)
 with Journal.open(sys.argv[1]) as journal:
     prune(journal, keep_epochs=1, now_ns=4 * 10**18)
 print("done", left)
