@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -14,6 +15,7 @@ _Result = TypeVar("_Result")
 
 # As long as a disk may take for what is wanted next; it hangs, or is too slow to serve from.
 WAIT_S = 60.0
+EXIT_WAIT_S = 5.0  # for one copy; whoever ended the process with a signal soon sends one that cannot be waited out
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +25,10 @@ class _Errand(Generic[_Result]):
 
 
 class CopyThread(Generic[_Result]):
-    """Does what it is asked to, one errand after the other, in order. The thread begins with the first one."""
+    """Does what it is asked to, one errand after the other, in order. The thread begins with the first one.
+
+    A process that ends closes it: a thread that comes back from a copy while the interpreter goes would abort it.
+    """
 
     def __init__(self) -> None:
         self._errands: SimpleQueue[_Errand[_Result] | None] = SimpleQueue()
@@ -47,8 +52,9 @@ class CopyThread(Generic[_Result]):
             # A daemon: a file system that hangs must not keep the process from ending.
             self._thread = threading.Thread(target=self._run, name="residency-copies", daemon=True)
             self._thread.start()
+            atexit.register(self._close_at_exit)
         errand = _Errand(work)
-        self._last = errand.done
+        self._last = errand.done  # Before it is put: who is interrupted in between waits in vain, but never too short.
         self._errands.put(errand)
         return errand.done
 
@@ -63,6 +69,10 @@ class CopyThread(Generic[_Result]):
         if self._thread is not None:
             self._errands.put(None)
             self._thread.join(wait_s)
+            atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        self.close(wait_s=EXIT_WAIT_S)
 
     def _run(self) -> None:
         while (errand := self._errands.get()) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -108,6 +110,34 @@ def test_a_thread_that_hangs_keeps_nobody_from_closing(thread: CopyThread[int]) 
     thread.ask(lambda: int(gate.wait(10)))
     thread.close(wait_s=0.05)
     gate.set()
+
+
+ENDS_IN_MID_COPY = """
+import threading
+import torch
+from residency.gpu.copy_thread import CopyThread
+
+source = torch.ones(2**26, dtype=torch.uint8)
+begun = threading.Event()
+
+def copy():
+    begun.set()
+    for _ in range(20):
+        source.clone()
+    print("copied")
+
+thread = CopyThread()
+thread.ask(copy)
+thread.ask(lambda: print("copied more"))
+begun.wait(10)
+"""
+
+
+def test_a_process_that_ends_in_mid_copy_is_not_aborted() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_IN_MID_COPY], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "copied\n", "")
 
 
 @pytest.mark.parametrize("fails", [False, True])
