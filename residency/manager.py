@@ -261,9 +261,15 @@ class Manager:
         """Put every module back exactly as before, and end this life in the journal. A second call is a no-op.
 
         Blocks until no request runs, at most `request_wait_s`; then raises PipelineBusy, and nothing has changed.
+        Raises ProcessPoisoned in place of an error by which the device was lost to this process; end it then.
         """
         self._refuse_inside_a_round("detach()")
-        self._pipeline.detach()
+        try:
+            self._pipeline.detach()
+        except Exception as error:
+            # Called in a `finally`, it must not hide what the process has to end with.
+            self._stop_if_fatal(error)
+            raise
         self._pipeline.before_request = self._pipeline.on_lost = None
         self._end("detach")
 

@@ -220,6 +220,38 @@ def test_lost_before_any_round_it_is_journaled_too(worker: Any, moves: Moves) ->
     assert next_start(worker)[1]["blames"] == "infrastructure"
 
 
+def test_a_detach_on_a_lost_device_says_what_the_process_has_to_end_with(
+    worker: Any, moves: Moves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = attach(worker)
+    lost_under(worker, manager)
+    error = lose_it(manager, moves)
+
+    def fail() -> None:
+        raise sticky()
+
+    monkeypatch.setattr(manager._pipeline.device, "synchronize", fail)
+    monkeypatch.setattr(manager._pipeline.device, "upload_all", lambda *_, **__: fail())
+    with pytest.raises(ProcessPoisoned) as caught:
+        manager.detach()
+    monkeypatch.undo()
+    assert str(caught.value) == str(error)
+
+
+def test_a_device_found_lost_by_a_detach_is_journaled(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = worker.attach()
+    manager.start()
+
+    def fail(*_: object) -> None:
+        raise sticky()
+
+    monkeypatch.setattr(manager._pipeline._streamer, "release", fail)
+    with pytest.raises(ProcessPoisoned, match="illegal memory access"):
+        manager.detach()
+    assert journal(worker)[-1][0] == "poisoned"
+    monkeypatch.undo()
+
+
 def test_lost_while_a_committed_placement_is_restored_it_is_tried_once_more_and_then_given_up(
     worker: Any, moves: Moves
 ) -> None:
