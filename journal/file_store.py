@@ -88,10 +88,14 @@ class FileStore:
         self, prepared: Sequence[Prepared], *, stream: str, epoch: str, rank: int, witness: bool
     ) -> tuple[Event, ...]:
         """Write the events in one transaction. Raises what `Journal.append` raises."""
-        with self._alone():
+        try:
+            self._begin()
             events = self._insert(prepared, stream=stream, epoch=epoch, rank=rank)
             if witness:
                 self._witness.write(self._journal_id, events[-1])
+            self._note_wal()
+        finally:
+            self._guard.release()
         return events
 
     def hold(self, stream: str) -> StreamLock:
@@ -185,16 +189,10 @@ class FileStore:
         except exc.NoResultFound as error:
             raise explain(ValueError("malformed: it has no id"), journal=self.path) from error
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep the writers of other processes out."""
-        try:
-            self._guard.acquire(wait_s=self._wait_s)
-            self._check_file_in_place()
-            yield
-            self._note_wal()
-        finally:
-            self._guard.release()
+    def _begin(self) -> None:
+        """Keep the writers of other processes out, until the lock is given back."""
+        self._guard.acquire(wait_s=self._wait_s)
+        self._check_file_in_place()
 
     def _insert(self, prepared: Sequence[Prepared], *, stream: str, epoch: str, rank: int) -> tuple[Event, ...]:
         try:
@@ -271,7 +269,8 @@ class FileStore:
     @contextmanager
     def rewriting(self) -> Iterator[Rewrite]:
         """Yield what rewrites the file in one transaction, for imports and prunes. Raises like an append."""
-        with self._alone():
+        try:
+            self._begin()
             try:
                 connection = self._connected()
                 with connection.begin():
@@ -285,6 +284,9 @@ class FileStore:
                 raise
             for event in rewrite.witnesses:
                 self._witness.write(self._journal_id, event)
+            self._note_wal()
+        finally:
+            self._guard.release()
 
 
 def _key_of(path: str) -> tuple[int, int] | None:

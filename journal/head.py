@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,8 +22,10 @@ HEAD_FORMAT = 2
 CONTRADICTED = "contradicted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamHead:
+# Structs, because one is made at every append that has a witness, and a dataclass that is frozen takes its time.
+
+
+class StreamHead(msgspec.Struct, frozen=True, kw_only=True):
     """The last witnessed event of a stream. hash is in hex."""
 
     position: int
@@ -32,13 +33,12 @@ class StreamHead:
     hash: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, kw_only=True):
     """How far the journal had come. It may lag the journal, never lead it."""
 
     journal_id: str
     position: int
-    streams: dict[str, StreamHead] = field(default_factory=dict)
+    streams: dict[str, StreamHead] = msgspec.field(default_factory=dict)
     format: int = HEAD_FORMAT
 
 

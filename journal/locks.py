@@ -27,7 +27,10 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._name = os.fspath(path)
         self._descriptor: int | None = None
+        # Of the file that is open: which one it is.
+        self._key: tuple[int, int] | None = None
         _locks.add(self)
 
     def try_acquire(self) -> bool:
@@ -100,6 +103,7 @@ class FileLock:
     def close(self) -> None:
         """Give the lock back and close the file. A second call is a no-op."""
         descriptor, self._descriptor = self._descriptor, None
+        self._key = None
         if descriptor is not None:
             os.close(descriptor)
 
@@ -118,17 +122,19 @@ class FileLock:
 
     def _open(self) -> int:
         if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         return self._descriptor
 
     def _forget_if_replaced(self, descriptor: int) -> bool:
-        mine = os.fstat(descriptor)
+        if self._key is None:
+            mine = os.fstat(descriptor)
+            self._key = (mine.st_dev, mine.st_ino)
         try:
-            there = os.stat(self.path)
+            there = os.stat(self._name)
         except FileNotFoundError:
             self.close()
             return True
-        if (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
+        if self._key == (there.st_dev, there.st_ino):
             return False
         self.close()
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -276,6 +276,6 @@ def _keep_witness_right(rewrite: Rewrite, newest: Event, ranges: Sequence[Range]
     if any(one.first_version <= known.stream_version <= one.last_version for one in ranges):
         streams = {**head.streams, newest.stream: head_of(newest)}
         try:
-            write_head(path, replace(head, position=newest.position, streams=streams))
+            write_head(path, msgspec.structs.replace(head, position=newest.position, streams=streams))
         except OSError as error:
             raise unusable(head_path(path), error) from error

@@ -78,12 +78,12 @@ class SlotFile:
         Raises:
             OSError: as `write_slot`.
         """
-        descriptor = self._opened()
-        if descriptor is None:
+        num_bytes = self._opened()
+        if num_bytes is None:
             _make(self._path, _text(1, change(b"")))
             return
         try:
-            self._change(descriptor, change)
+            self._change(num_bytes, change)
         except BaseException:
             # What is there now, the next change looks for itself.
             self.close()
@@ -97,11 +97,11 @@ class SlotFile:
             os.close(descriptor)
 
     def _opened(self) -> int | None:
-        """Return the descriptor of the file that has the name now; None if it must be made."""
+        """Open the file that has the name now. Returns its size, 0 if it is no file, None if it must be made."""
         try:
             found = os.lstat(self._name)
             if self._descriptor is not None and (found.st_dev, found.st_ino) == self._key:
-                return self._descriptor
+                return found.st_size
             self.close()
             # Whatever somebody put there, a named pipe even, must not make a worker wait.
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -113,11 +113,14 @@ class SlotFile:
                 return None
             raise
         # What is no file is looked at again each time.
-        self._key = (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
-        return self._descriptor
+        is_file = stat.S_ISREG(found.st_mode)
+        self._key = (found.st_dev, found.st_ino) if is_file else None
+        return found.st_size if is_file else 0
 
-    def _change(self, descriptor: int, change: Callable[[bytes], bytes]) -> None:
-        there = os.pread(descriptor, os.fstat(descriptor).st_size, 0) if self._key is not None else b""
+    def _change(self, num_bytes: int, change: Callable[[bytes], bytes]) -> None:
+        descriptor = self._descriptor
+        assert descriptor is not None
+        there = os.pread(descriptor, num_bytes, 0) if num_bytes else b""
         found = self._found if there and there == self._there else _look(there)
         size = len(there) // 2
         content = change(there if found.content is None else found.content)
@@ -164,7 +167,8 @@ def _slot(line: bytes) -> Slot | bool:
 
 
 def _text(number: int, content: bytes) -> bytes:
-    return msgspec.json.encode(Slot(number=number, sha256=_sha256(number, content), content=msgspec.Raw(content)))
+    # As msgspec encodes a Slot.
+    return b'{"number":%d,"sha256":"%s","content":%s}' % (number, _sha256(number, content).encode(), content)
 
 
 def _sha256(number: int, content: bytes) -> str:
