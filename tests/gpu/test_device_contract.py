@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from residency.errors import SettingsError
+from residency.gpu.cells import aligned, storage_of_part
 from residency.gpu.cuda import CudaDevice
 from residency.gpu.device import Device, is_out_of_memory
 from residency.gpu.emulated import EmulatedDevice
@@ -53,6 +54,28 @@ def test_what_is_uploaded_comes_back_bit_for_bit(device: Device, pinned: bool, n
     device.unpin(source)
     assert torch.equal(as_tensor(back), as_tensor(source))
     assert device.moved_bytes() == (nbytes, nbytes)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("sizes", [(700, 4 * MIB + 3, 1), (512, 0, 9)])
+def test_what_lies_packed_is_uploaded_as_one_and_comes_back_bit_for_bit(
+    device: Device, pinned: bool, sizes: tuple[int, ...]
+) -> None:
+    whole = host_bytes(sum(map(aligned, sizes)))
+    content, start, parts = as_tensor(whole), 0, list[torch.Tensor]()
+    for nbytes in sizes:
+        parts.append(content[start : start + nbytes])
+        start += aligned(nbytes)
+    assert not pinned or device.pin(whole)
+    sources = [storage_of_part(part) if part.numel() else allocate(0) for part in parts]
+    copies = device.upload_all([(source, pinned) for source in sources], whole=content)
+    device.synchronize()
+    assert [copy.nbytes() for copy in copies] == list(sizes)
+    for copy, part in zip(copies, parts, strict=True):
+        assert device.holds(copy) or not part.numel()
+        assert torch.equal(as_tensor(device.download(copy)), part)
+    assert device.moved_bytes()[0] == sum(sizes)
+    device.unpin(whole)
 
 
 def test_a_download_fills_the_given_storage(device: Device) -> None:
