@@ -105,5 +105,6 @@ def result_of(done: Future[_Result], *, wait_s: float = WAIT_S) -> _Result:
 def slow(wait_s: float) -> TimeoutError:
     """Return the error of a copy that takes too long."""
     return TimeoutError(
-        f"copies to the device have not ended within {wait_s:g} s; the disk of a mapped file may hang, or be too slow"
+        f"copies to the device have not ended within {wait_s:g} s; the disk of a mapped file may hang, or be too slow: "
+        "keep the weights on another one, or in memory (a host tier that is not mapped)"
     )

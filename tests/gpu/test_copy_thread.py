@@ -117,12 +117,12 @@ import threading
 import torch
 from residency.gpu.copy_thread import CopyThread
 
-source = torch.ones(2**26, dtype=torch.uint8)
+source = torch.ones(2**25, dtype=torch.uint8)
 begun = threading.Event()
 
 def copy():
     begun.set()
-    for _ in range(20):
+    for _ in range(10):
         source.clone()
     print("copied")
 

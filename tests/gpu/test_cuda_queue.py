@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from residency.gpu import cuda_pins
+from residency.gpu import cuda_pins, cuda_upload
 from residency.gpu.copy_thread import CopyThread
 from residency.gpu.cuda import CudaDevice
 from residency.gpu.cuda_upload import DIRECT_BYTES_MAX, NUM_BUFFERS, StagedUpload
+from residency.gpu.pipeline import ManagedPipeline
+from residency.gpu.placement import RESIDENT, ComponentPlacement, HostTier, Mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +65,7 @@ class Card:
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
-        before, self._of_thread.index = self.current, device.index
+        before, self._of_thread.index = self.current, device.index or 0
         try:
             yield
         finally:
@@ -173,3 +177,82 @@ def test_a_device_whose_copy_hangs_is_closed_within_a_bound_and_unpins_nothing(
     assert card.registered == {storage.data_ptr()}
     gate.set()
     device._queue._thread.wait(wait_s=30)
+
+
+class OnHost(CudaDevice):
+    """A card whose memory is that of the host: what was copied, and when, is real."""
+
+    def __init__(self) -> None:
+        super().__init__(INDEX)
+        self._device = self._pins._device = torch.device("cpu")
+        self._blocks: list[torch.Tensor] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self._blocks.append(super().allocate(nbytes))
+        return self._blocks[-1]
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        start = storage.data_ptr()
+        return any(one.data_ptr() <= start < one.data_ptr() + one.numel() for one in self._blocks)
+
+
+WIDTH = 64
+BLOCK_BYTES = WIDTH * WIDTH * 4 + 3 * 512
+
+
+def layerwise(
+    tier: HostTier, *, held: tuple[int, ...] = (), num_blocks: int = 0, yields: int = 0
+) -> ComponentPlacement:
+    return ComponentPlacement(
+        mode=Mode.LAYERWISE_OFFLOAD,
+        tier=tier,
+        held_layers={"blocks": held} if held else {},
+        num_slots=2,
+        window_bytes=num_blocks * BLOCK_BYTES,
+        yield_bytes=yields * BLOCK_BYTES,
+    )
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (layerwise(HostTier.PINNED), layerwise(HostTier.PAGEABLE)),
+        (layerwise(HostTier.PAGEABLE, num_blocks=5), layerwise(HostTier.PINNED, held=(0, 2))),
+        (layerwise(HostTier.PAGEABLE, num_blocks=6), layerwise(HostTier.PAGEABLE, yields=2)),
+        (layerwise(HostTier.PAGEABLE, num_blocks=4), RESIDENT),
+    ],
+)
+def test_however_late_the_thread_copies_requests_are_right(
+    card: Card, toys: Any, monkeypatch: pytest.MonkeyPatch, a: ComponentPlacement, b: ComponentPlacement
+) -> None:
+    seeded, plain, threads = random.Random(0), StagedUpload.copy, set[str]()
+
+    def late(self: StagedUpload, target: torch.Tensor, source: torch.Tensor) -> None:
+        threads.add(threading.current_thread().name)
+        time.sleep(seeded.choice((0, 0, 0, 0.002)))
+        plain(self, target, source)
+
+    monkeypatch.setattr(StagedUpload, "copy", late)
+    # Copies this small would not go through buffers.
+    monkeypatch.setattr(cuda_upload, "DIRECT_BYTES_MAX", 1000)
+    monkeypatch.setattr(cuda_upload, "BUFFER_BYTES", 5000)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device, value = OnHost(), toys.value(WIDTH)
+    nets = {name: toys.net(seed=index, width=WIDTH) for index, name in enumerate("ab")}
+    copies = {name: toys.net(seed=index, width=WIDTH) for index, name in enumerate("ab")}
+    pipeline = ManagedPipeline(nets, device=device)
+    for name, placement in (("a", a), ("b", b)):
+        pipeline.place(name, placement)
+    with torch.no_grad():
+        for _ in range(6):
+            # What was asked for ahead is often another layer than the one that is used.
+            order = seeded.sample(range(4), seeded.randint(1, 4))
+            for net in (*nets.values(), *copies.values()):
+                net.order = order
+            expected = copies["b"](copies["b"](copies["a"](value)))
+            with pipeline.request():
+                found = nets["b"](nets["b"](nets["a"](value)))
+            assert torch.equal(found, expected)
+    assert "residency-copies" in threads
+    pipeline.detach()
+    device.close()
