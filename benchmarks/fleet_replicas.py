@@ -24,7 +24,7 @@ from residency.statemachine.source import RoundResult, Source, SourceKind
 from residency.statemachine.states import State
 
 Broken = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @dataclass
@@ -143,8 +143,7 @@ class Servers:
 
     def dead(self) -> str:
         """Return a URL at which nobody listens; the port stays ours, so that nobody else will."""
-        bound = socket.socket()
-        bound.bind(("127.0.0.1", 0))
+        bound = keep_port()
         self._sockets.append(bound)
         return f"http://127.0.0.1:{bound.getsockname()[1]}"
 
@@ -169,6 +168,17 @@ class Servers:
         self._loop.close()
         for bound in self._sockets:
             bound.close()
+
+
+def keep_port() -> socket.socket:
+    """Return a socket with a port of loopback at which nobody listens: nobody is given it while this is open.
+
+    Who asks for it by its number and lets addresses be reused, as servers do, may listen there all the same.
+    """
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", 0))
+    return bound
 
 
 def listen(host: str) -> socket.socket:

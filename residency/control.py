@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 OUTCOMES_MAX = 1_000  # a caller repeats its last request, not one of a thousand requests ago
 EPOCH_CHARACTERS_MAX = 200  # an epoch is a UUID of 36
 FATAL_EXIT_CODE_MIN = 70  # of the errors for which a worker must end; those below are answers
+ARGS_DEPTH_MAX = 8  # no verb takes any yet; they are journaled, and a journal has to be readable for ever
+ARGS_BYTES_MAX = 4 * 1024
 _WHOLE_MAX = 2**63 - 1  # what a journal's columns and other languages' JSON can hold
 
 _FIELD = re.compile(r"\$\.(verb|epoch|round|attempt|args)\b|missing required field `(verb)`")
@@ -80,6 +82,8 @@ class ControlRequest:
             raise ValueError(f"epoch has {len(self.epoch)} characters, over {EPOCH_CHARACTERS_MAX}")
         if max(abs(self.round), abs(self.attempt)) > _WHOLE_MAX:
             raise ValueError(f"round or attempt is beyond {_WHOLE_MAX}")
+        if len(msgspec.json.encode(self.args)) > ARGS_BYTES_MAX or not _is_flat(self.args, ARGS_DEPTH_MAX):
+            raise ValueError(f"args are over {ARGS_BYTES_MAX} bytes, or nested deeper than {ARGS_DEPTH_MAX}")
 
     @property
     def key(self) -> tuple[str, str, int, int]:
@@ -258,6 +262,12 @@ class Control:
             "state": self._epoch.machine.state.value,
             "placement": self._epoch.setup.worker.placement.digest,
         }
+
+
+def _is_flat(value: object, depth_max: int) -> bool:
+    """Whether a JSON value is nested no deeper than that."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not inner or (depth_max > 0 and all(_is_flat(one, depth_max - 1) for one in inner))
 
 
 def is_fatal(error: ResidencyError) -> bool:

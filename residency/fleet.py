@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from residency.control import Verb
 from residency.errors import SettingsError
 from residency.fleet_exchange import make_client, tls_context
+from residency.fleet_names import NameLoop
 from residency.fleet_replica import Conversation, ReplicaAnswer
 from residency.fleet_urls import replica_url, replica_urls
 from residency.settings import control_token
@@ -169,7 +170,8 @@ class FleetClient:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(self._fleet.ask(verb, **options))
+            with asyncio.Runner(loop_factory=NameLoop) as runner:
+                return runner.run(self._fleet.ask(verb, **options))
         raise SettingsError(
             "FleetClient is called where an event loop runs, which it would block; use AsyncFleetClient"
         )

@@ -11,6 +11,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+PATHS = ("/health/live", "/health/ready")
+
 
 def path_of(scope: Message) -> str:
     """Return the path of an HTTP scope below where the app is mounted."""
@@ -44,7 +46,7 @@ class HealthApp:
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
         """Return the HTTP status and the JSON body for a request. Read-only."""
-        if path not in ("/health/live", "/health/ready"):
+        if path not in PATHS:
             return 404, {"error": f"no such path {path!r}; ask /health/live or /health/ready"}
         if method not in ("GET", "HEAD"):
             return 405, {"error": f"method {method!r} is not allowed; use GET"}

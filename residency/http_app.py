@@ -13,6 +13,7 @@ import msgspec
 
 from residency.control import ControlRequest, Verb, is_fatal
 from residency.errors import ResidencyError
+from residency.health import PATHS as HEALTH_PATHS
 from residency.health import HealthApp, path_of
 from residency.http_body import check_headers, parse_body, read_body, wanted_wait
 from residency.http_guard import Guard
@@ -93,16 +94,16 @@ class ControlApp:
     async def _answer(self, scope: Message, receive: Receive) -> Reply | None:
         """Return what to send; None if the caller has gone."""
         path, method = path_of(scope), scope["method"]
-        if path.startswith("/health/"):
-            status, body = self._health.answer(method, path)
-            return Reply(status, body, {"allow": "GET, HEAD"} if status == 405 else {})
-        if path != PATH:
+        if path not in (PATH, *HEALTH_PATHS):
             remedy = f"ask {PATH}, /health/live or /health/ready"
             return _reply_of(Problem(status=404, fact="there is no such path", remedy=remedy))
-        if method not in ("GET", "HEAD", "POST"):
-            remedy = "send POST with a control request, or GET for the status"
-            allow = {"allow": "GET, HEAD, POST"}
+        is_health = path != PATH
+        if method not in (("GET", "HEAD") if is_health else ("GET", "HEAD", "POST")):
+            remedy = "send GET" if is_health else "send POST with a control request, or GET for the status"
+            allow = {"allow": "GET, HEAD" if is_health else "GET, HEAD, POST"}
             return _reply_of(Problem(status=405, fact="there is no such method here", remedy=remedy, headers=allow))
+        if is_health:
+            return Reply(*self._health.answer(method, path))
         problem = self._guard.check(scope)
         if problem is not None:
             log.info("a control request is refused: %s", problem.fact)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BODY_BYTES_MAX = 64 * 1024  # a request has some 200 bytes
 BODY_WAIT_S = 10.0  # for all of it: who sends a byte now and then must not hold a place for ever
 WAIT_MAX_S = 60.0  # shorter than what proxies allow a silent connection
+_LENGTH_DIGITS_MAX = 18
 
 _SHAPE = "send {verb, epoch, round, attempt, args} with verb status, calibrate, validate or roll_back"
 _WAIT = re.compile(r"(?:^|[\s,;])wait=([0-9]{1,6})(?:$|[\s,;])", re.IGNORECASE)
@@ -43,8 +44,9 @@ def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
         )
     if known.get("content-encoding", "identity").strip().lower() != "identity":
         return Problem(status=415, fact="the body is compressed", remedy="send it as it is")
-    length = known.get("content-length", "0")
-    if length.isdecimal() and int(length) > BODY_BYTES_MAX:
+    length = known.get("content-length", "0").strip().lstrip("0")
+    # Python reads no number of thousands of digits.
+    if length.isdecimal() and (len(length) > _LENGTH_DIGITS_MAX or int(length) > BODY_BYTES_MAX):
         return _too_large()
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from typing import TYPE_CHECKING, Any
 
 from residency.http_problem import Problem
@@ -13,9 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Any of these says that somebody else stands between the caller and us. They can be forged, but only to be refused.
-_FORWARDED = ("forwarded", "via", "x-real-ip")
-_FORWARDED_PREFIXES = ("x-forwarded-", "x-envoy-")
+_FORWARDED = ("forwarded", "via", "x-real-ip", "x-forwarded", "x-client-ip", "x-cluster-client-ip", "true-client-ip")
+_FORWARDED_PREFIXES = ("x-forwarded-", "x-envoy-", "x-original-", "cf-", "fly-", "fastly-")
 _SINGLE = ("authorization", "host", "content-type", "content-length")
+_HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?")  # with a port or without
 _HOW_TO = "set RESIDENCY_CONTROL_TOKEN for the worker, and send it as 'Authorization: Bearer TOKEN'"
 
 
@@ -99,8 +101,6 @@ def _is_loopback(host: str) -> bool:
 
 def _is_local_name(host: str) -> bool:
     """Whether a Host header names this host by its loopback. Other names may be a page's own, pointed at us."""
-    if host.startswith("["):
-        name = host[1:].partition("]")[0]
-    else:
-        name = host.partition(":")[0]
+    found = _HOST.fullmatch(host)
+    name = "" if found is None else found[1] or found[2]
     return name.lower() == "localhost" or _is_loopback(name)

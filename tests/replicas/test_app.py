@@ -19,7 +19,7 @@ from residency.errors import ProcessPoisoned, RollbackFailed
 from residency.http_app import IN_FLIGHT_MAX, ControlApp
 from residency.statemachine.states import State
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 SHAPE = "send {verb, epoch, round, attempt, args} with verb status, calibrate, validate or roll_back"
 
 
@@ -45,6 +45,23 @@ def raw(url: str, sent: bytes, *, until_closed: bool = True) -> bytes:
             if not until_closed:
                 break
         return received
+
+
+def send(url: str, body: object) -> socket.socket:
+    """Send a request and return the connection, on which nobody has waited for an answer."""
+    host, port = url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = "POST /control HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=WAIT_S)
+    connection.sendall(head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def wait_for(is_so: Any) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
@@ -100,12 +117,13 @@ def test_status_is_told_while_a_round_runs(servers: Any) -> None:
 def test_a_caller_that_goes_away_does_not_stop_it_and_asking_again_gives_the_outcome(servers: Any) -> None:
     manager = Manager(hold=threading.Event())
     url = servers.replica(manager)
-    with pytest.raises(httpx2.ReadTimeout):
-        httpx2.post(f"{url}/control", json=request(manager), timeout=0.3)
     assert manager.hold is not None
+    gone = send(url, request(manager))
+    wait_for(lambda: manager.num_rounds == 1)
+    gone.close()
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(post, url, request(manager)) for _ in range(4)]
-        time.sleep(0.3)
+        time.sleep(0.3)  # so that they wait together; one that comes later is told the same
         manager.hold.set()
         answers = [one.result().json() for one in asked]
 
@@ -176,6 +194,8 @@ def test_only_so_many_different_requests_wait(servers: Any) -> None:
         ({"verb": "calibrate", "attempt": 2**64}, None),
         ({"verb": "calibrate", "epoch": "SECRET" * 100}, None),
         ({"verb": "calibrate", "args": "SECRET"}, "args"),
+        ({"verb": "calibrate", "args": {"a": "SECRET" * 1000}}, None),
+        (b'{"verb": "calibrate", "args": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", None),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -198,6 +218,8 @@ def test_what_is_no_request_is_refused_without_being_told_back(servers: Any, bod
         ("/control", "PUT", {}, 405),
         ("/control", "DELETE", {}, 405),
         ("/health/ready", "POST", {}, 405),
+        ("/health/SECRET", "GET", {}, 404),
+        ("/health/live", "SECRET", {}, 405),
         ("/control", "POST", {"content-type": "text/plain"}, 415),
         ("/control", "POST", {"content-type": "application/x-www-form-urlencoded"}, 415),
         ("/control", "POST", {"content-type": "application/json", "content-encoding": "gzip"}, 415),
@@ -209,6 +231,24 @@ def test_other_ways_of_asking_are_refused(
     answer = httpx2.request(method, servers.replica() + path, headers=headers, content=b"{}")
 
     assert answer.status_code == status
+    assert error_of(answer)["remedy"] and "SECRET" not in answer.text
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "65537", "0" * 5000 + "65537"])
+def test_a_length_of_any_digits_is_too_large(length: str) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", length.encode())]
+
+    problem = http_body.check_headers(headers)
+
+    assert problem is not None and problem.status == 413
+
+
+def test_who_has_no_token_is_refused_before_anything_is_read_of_it(servers: Any, token: str) -> None:
+    """Neither a body that never comes nor a wrong one keeps the worker: it is not asked what it is."""
+    url = servers.replica(token=token)
+    head = b"POST /control HTTP/1.1\r\nhost: worker\r\nauthorization: Bearer x\r\ncontent-length: 99999999\r\n\r\n{"
+
+    assert raw(url, head, until_closed=False).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("chunked", [False, True])

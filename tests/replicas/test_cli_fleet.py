@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -173,7 +173,7 @@ def test_what_a_replica_says_cannot_steer_a_terminal(servers: Any) -> None:
 def test_unknown_is_asked_again_with_the_output_of_the_first_call(servers: Any, tmp_path: Path) -> None:
     manager = Manager(hold=threading.Event())
     url, other = servers.replica(manager), servers.replica()
-    first = fleet("calibrate", url, other, "--json", "--timeout", "0.7")
+    first = fleet("calibrate", url, other, "--json", "--timeout", "2")
     assert first.code == 6
     (tmp_path / "first.jsonl").write_text(first.out)
     assert manager.hold is not None
@@ -201,7 +201,7 @@ def test_what_was_never_printed_is_not_asked_again(content: str, tmp_path: Path)
 
 
 def wait_for(manager: Manager) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while manager.num_rounds == 0:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -219,7 +219,7 @@ def test_an_interrupt_says_what_is_known(servers: Any) -> None:
     first = json.loads(process.stdout.readline())
 
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
 
     second, merged = (json.loads(line) for line in out.splitlines())
     assert (process.returncode, err) == (130, "")
@@ -236,13 +236,16 @@ def test_on_a_terminal_one_line_tells_how_far_it_is_and_goes_away(servers: Any) 
     controller, terminal = pty.openpty()
     process = subprocess.Popen([*COMMAND, "calibrate", url], stdout=subprocess.PIPE, stderr=terminal, text=True)
     os.close(terminal)
-    out, _ = process.communicate(timeout=20)
-    shown = os.read(controller, 4096).decode()
+    out, _ = process.communicate(timeout=60)
+    shown = b""
+    with suppress(OSError):  # as a terminal says that nobody is at its other end
+        while part := os.read(controller, 4096):
+            shown += part
     os.close(controller)
 
     assert process.returncode == 0 and "committed" in out
-    assert "calibrate: 1 of 1 done" in shown
-    assert shown.endswith("\r\x1b[K") and "\n" not in shown
+    assert b"calibrate: 1 of 1 done" in shown
+    assert shown.endswith(b"\r\x1b[K") and b"\n" not in shown
 
 
 def test_without_the_http_library_the_verb_says_what_to_install_and_help_is_shown(tmp_path: Path) -> None:

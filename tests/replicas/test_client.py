@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import threading
 import time
@@ -21,11 +22,12 @@ from residency.fleet_urls import replica_url, replica_urls
 from residency.statemachine.replicas import Fault, ReplicaOutcome
 from residency.statemachine.states import State
 
+PASSES_S = 2.0  # a time that is to pass, in which a busy machine gets as far as asking
 UNKNOWN, REFUSED = ReplicaOutcome.UNKNOWN, ReplicaOutcome.REFUSED
 
 
 def ask(
-    url: str, verb: Verb = Verb.CALIBRATE, *, timeout_s: float = 10.0, answer_s: float = 1.0, **options: Any
+    url: str, verb: Verb = Verb.CALIBRATE, *, timeout_s: float = 60.0, answer_s: float = 30.0, **options: Any
 ) -> Any:
     """Ask one replica, and return what is known of it."""
     return FleetClient([url], answer_s=answer_s).ask(verb, timeout_s=timeout_s, **options).replicas[0]
@@ -111,13 +113,18 @@ def test_the_status_asks_nothing_of_a_worker(servers: Any) -> None:
 def test_a_long_round_is_waited_for_and_what_goes_on_is_told(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("residency.fleet_replica.WAIT_S", 1)
     news: list[tuple[str, str]] = []
-    manager = Manager(round_s=1.4)
+    held = threading.Event()
+    manager = Manager(hold=held)
     url = servers.replica(manager)
 
-    answer = ask(url, on_news=lambda *told: news.append(told))
+    def hear(*told: str) -> None:
+        news.append((told[0], told[1]))
+        held.set()
+
+    answer = ask(url, on_news=hear)
 
     assert (answer.outcome, manager.num_rounds) == (ReplicaOutcome.COMMITTED, 1)
-    assert news == [(url, "validating, 1.5 s")]
+    assert news[0] == (url, "validating, 1.5 s")
 
 
 # Before anything was asked of it, it is known that nothing was done.
@@ -157,8 +164,10 @@ def test_a_replica_that_cannot_be_looked_at_is_refused_or_unknown(servers: Any, 
 
     url = servers.dead() if behave is None else servers.broken(send if isinstance(behave, bytes) else behave)
 
-    looked = ask(url, Verb.STATUS)
-    asked = ask(url, timeout_s=1.5) if fault is not None else None
+    # Only one that says nothing at all is waited for.
+    answer_s = 0.5 if fault is Fault.TIMEOUT else 30.0
+    looked = ask(url, Verb.STATUS, answer_s=answer_s)
+    asked = ask(url, answer_s=answer_s) if fault is not None else None
 
     if asked is None:
         assert (looked.outcome, looked.epoch) == (ReplicaOutcome.ANSWERED, "e1")
@@ -229,10 +238,10 @@ def test_a_replica_that_never_answers_is_unknown_when_the_time_is_over(servers: 
         await asyncio.sleep(60)
 
     begun_s = time.monotonic()
-    answer = ask(servers.broken(Scripted(never)), timeout_s=0.5)
+    answer = ask(servers.broken(Scripted(never)), timeout_s=PASSES_S)
 
     assert (answer.outcome, answer.fault) == (UNKNOWN, Fault.TIMEOUT)
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < 30
 
 
 def test_a_replica_that_trickles_is_unknown_when_the_time_is_over(servers: Any) -> None:
@@ -247,7 +256,7 @@ def test_a_replica_that_trickles_is_unknown_when_the_time_is_over(servers: Any) 
             await writer.drain()
             await asyncio.sleep(0.1)
 
-    answer = ask(servers.broken(trickle), timeout_s=0.7)
+    answer = ask(servers.broken(trickle), timeout_s=PASSES_S)
 
     assert (answer.outcome, answer.fault) == (UNKNOWN, Fault.TIMEOUT)
 
@@ -258,10 +267,10 @@ def test_a_replica_that_says_not_yet_for_ever_is_not_asked_all_the_time(servers:
         return http({**now(), "outcome": None, "request": four, "working": "x", "elapsed_s": 1}, "202 Accepted")
 
     replica = Scripted(not_yet)
-    answer = ask(servers.broken(replica), timeout_s=1.5)
+    answer = ask(servers.broken(replica), timeout_s=PASSES_S)
 
     assert (answer.outcome, answer.fault) == (UNKNOWN, Fault.OUT_OF_TIME)
-    assert len(replica.asked) <= 3
+    assert 1 <= len(replica.asked) <= 3
 
 
 def test_a_second_answer_is_never_taken_for_the_answer_to_something_else(servers: Any) -> None:
@@ -273,7 +282,7 @@ def test_a_second_answer_is_never_taken_for_the_answer_to_something_else(servers
 def test_a_late_answer_is_heard_by_asking_again(servers: Any) -> None:
     manager = Manager(hold=threading.Event())
     url = servers.replica(manager)
-    late = ask(url, timeout_s=0.5)
+    late = ask(url, timeout_s=PASSES_S)
     assert late.outcome is UNKNOWN
     assert manager.hold is not None
     manager.hold.set()
@@ -368,10 +377,39 @@ def test_ipv6_is_spoken(servers: Any) -> None:
     assert url.startswith("http://[::1]:") and ask(url).outcome is ReplicaOutcome.COMMITTED
 
 
-def test_a_host_without_an_address_is_unreachable() -> None:
+def test_a_host_without_an_address_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     answer = ask("http://no-such-host.invalid:8000")
 
     assert (answer.outcome, answer.fault) == (REFUSED, Fault.UNREACHABLE)
+
+
+def test_a_silent_name_server_keeps_nobody_beyond_the_time(monkeypatch: pytest.MonkeyPatch, servers: Any) -> None:
+    answers, plain = threading.Event(), socket.getaddrinfo
+    held: list[str] = []
+
+    def look_up(host: str | bytes, *others: Any) -> Any:
+        if host in ("slow.invalid", b"slow.invalid"):
+            held.append(threading.current_thread().name)
+            assert threading.current_thread().daemon, "the interpreter would wait for it at its end"
+            answers.wait(60)
+        return plain(host, *others)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    other = servers.replica()
+    urls = [f"http://slow.invalid:{8000 + index}" for index in range(3)]
+    begun_s = time.monotonic()
+
+    report = FleetClient([*urls, other], answer_s=PASSES_S).calibrate(timeout_s=2 * PASSES_S)
+
+    took_s = time.monotonic() - begun_s
+    answers.set()
+    assert took_s < 30 and held
+    assert [one.fault for one in report.replicas] == [Fault.UNREACHABLE] * 3 + [None]
+    assert report.merged.counts == {REFUSED: 3, ReplicaOutcome.COMMITTED: 1}
 
 
 def test_neither_proxies_nor_stored_passwords_take_part(

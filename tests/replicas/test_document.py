@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from benchmarks.fleet_replicas import Manager, listen
+from benchmarks.fleet_replicas import Manager, keep_port
 from residency.errors import RollbackFailed
 from residency.fleet import FleetClient
 from residency.http_app import PATH
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "fleet.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
+WAIT_S = 60.0
 URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 
 
@@ -74,8 +75,8 @@ def test_the_app_is_mounted_as_shown(servers: Any) -> None:
 
 
 def test_the_app_is_served_alone_as_shown_and_ends_with_the_exit_code() -> None:
-    with listen("127.0.0.1") as free:
-        port = free.getsockname()[1]
+    kept = keep_port()
+    port = kept.getsockname()[1]
     (program,) = [one for one in blocks("python") if "def serve(" in one]
     assert "port=8000" in program
     names: dict[str, Any] = {}
@@ -91,14 +92,16 @@ def test_the_app_is_served_alone_as_shown_and_ends_with_the_exit_code() -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     url = f"http://127.0.0.1:{port}"
-    for _ in range(500):
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
         try:
             httpx2.get(f"{url}{PATH}")
             break
         except httpx2.ConnectError:
             time.sleep(0.01)
-    report = FleetClient([url]).calibrate()
-    thread.join(20)
+    report = FleetClient([url], answer_s=WAIT_S).calibrate()
+    thread.join(WAIT_S)
+    kept.close()
 
     assert report.merged.outcome is ReplicaOutcome.ROLLBACK_FAILED
     assert ended == [70]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,10 +74,12 @@ def test_no_more_replicas_than_allowed_are_at_it_at_a_time(servers: Any, concurr
 
 
 def test_a_replica_whose_turn_does_not_come_is_refused_and_was_never_asked(servers: Any) -> None:
-    slow, waiting = Manager(round_s=1.5), Manager()
+    slow, waiting = Manager(hold=threading.Event()), Manager()
     urls = [servers.replica(slow), servers.replica(waiting)]
 
-    report = FleetClient(urls, concurrency=1).calibrate(timeout_s=0.5)
+    report = FleetClient(urls, concurrency=1).calibrate(timeout_s=2)
+    assert slow.hold is not None
+    slow.hold.set()
 
     assert [one.outcome for one in report.replicas] == [ReplicaOutcome.UNKNOWN, ReplicaOutcome.REFUSED]
     assert report.replicas[1].fault is Fault.OUT_OF_TIME
@@ -98,10 +100,15 @@ def test_a_worker_at_two_urls_is_asked_once_and_counted_once(servers: Any) -> No
 
 
 def test_answers_are_told_as_they_come(servers: Any) -> None:
-    slow, quick = servers.replica(Manager(round_s=0.3)), servers.replica()
+    held = threading.Event()
+    slow, quick = servers.replica(Manager(hold=held)), servers.replica()
     told: list[str] = []
 
-    FleetClient([slow, quick]).ask(Verb.CALIBRATE, timeout_s=10, on_answer=lambda one: told.append(one.url))
+    def hear(one: Any) -> None:
+        told.append(one.url)
+        held.set()
+
+    FleetClient([slow, quick], answer_s=30).ask(Verb.CALIBRATE, timeout_s=60, on_answer=hear)
 
     assert told == [quick, slow]
 
@@ -133,7 +140,7 @@ def test_cancelled_it_tells_of_every_replica_what_is_known_and_asks_no_more(serv
     assert held.hold is not None
     held.hold.set()
     again = {one.url: one.request for one in told if one.outcome is ReplicaOutcome.UNKNOWN}
-    report = FleetClient(again).ask(Verb.CALIBRATE, timeout_s=10, again=again)
+    report = FleetClient(again).ask(Verb.CALIBRATE, timeout_s=60, again=again)
     assert (report.merged.outcome, held.num_rounds) == (ReplicaOutcome.COMMITTED, 1)
 
 
@@ -143,23 +150,22 @@ def test_what_is_asked_again_is_what_was_asked() -> None:
 
 
 def test_two_callers_at_once_run_one_round_and_the_other_is_refused(servers: Any) -> None:
-    manager = Manager(round_s=0.6)
+    manager = Manager(hold=threading.Event())
     url = servers.replica(manager)
-    answers: list[Any] = []
 
-    def call() -> None:
-        answers.append(FleetClient([url]).calibrate().replicas[0])
+    def call() -> Any:
+        return FleetClient([url], answer_s=30).calibrate().replicas[0]
 
-    threads = [threading.Thread(target=call) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.2)
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(call)
+        while manager.num_rounds == 0:
+            time.sleep(0.01)
+        second = call()
+        assert manager.hold is not None
+        manager.hold.set()
 
-    counted = Counter(one.outcome for one in answers)
-    assert counted == {ReplicaOutcome.COMMITTED: 1, ReplicaOutcome.REFUSED: 1}
-    assert {one.fault for one in answers} == {None, Fault.BUSY}
+        assert (second.outcome, second.fault) == (ReplicaOutcome.REFUSED, Fault.BUSY)
+        assert first.result().outcome is ReplicaOutcome.COMMITTED
     assert manager.num_rounds == 1
 
 

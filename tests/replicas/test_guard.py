@@ -61,6 +61,9 @@ def test_without_a_token_nothing_else_is(fields: dict[str, Any]) -> None:
         ("via", "1.1 proxy"),
         ("x-real-ip", "127.0.0.1"),
         ("x-envoy-external-address", "1.2.3.4"),
+        ("cf-connecting-ip", "127.0.0.1"),
+        ("True-Client-IP", "127.0.0.1"),
+        ("x-original-for", "127.0.0.1"),
         ("origin", "http://localhost:8000"),
     ],
     ids=lambda header: header[0],
@@ -70,7 +73,11 @@ def test_what_came_through_a_proxy_or_from_a_page_is_not_local(header: tuple[str
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "", "127.0.0.1.nip.io"]
+    "host",
+    [
+        *("evil.example", "evil.example:8000", "localhost.evil.example", "", "127.0.0.1.nip.io"),
+        *("[::1].evil.example", "localhost:80.evil.example", "[::1", "::1", "localhost:80:80"),
+    ],
 )
 def test_a_name_that_may_be_pointed_at_us_is_not_local(host: str) -> None:
     assert status(Guard(None), scope(host=host)) == 403

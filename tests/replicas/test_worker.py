@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from benchmarks.fleet_replicas import listen
+from benchmarks.fleet_replicas import keep_port
 from residency.control import Verb
 from residency.fleet import FleetClient
 from residency.journal.fold import fold_stream
@@ -32,8 +32,8 @@ class Worker:
 
     def __init__(self, folder: Path) -> None:
         self.journal, self.hold = folder / "journal.db", folder / "hold"
-        with listen("127.0.0.1") as free:
-            self.port = free.getsockname()[1]
+        self.kept = keep_port()
+        self.port = self.kept.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -54,10 +54,10 @@ class Worker:
             time.sleep(0.02)
         raise AssertionError("the worker did not get there in time")
 
-    def end(self, signum: int = signal.SIGKILL) -> int:
+    def end(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signum)
-        return self.process.wait(WAIT_S)
+        self.process.kill()
+        self.process.wait(WAIT_S)
 
     def ask(self, verb: Verb = Verb.CALIBRATE, **options: Any) -> Any:
         return FleetClient([self.url]).ask(verb, timeout_s=WAIT_S, **options).replicas[0]
@@ -80,6 +80,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     yield made
     if made.process is not None and made.process.poll() is None:
         made.end()
+    made.kept.close()
 
 
 def test_a_worker_killed_with_a_request_is_unknown_until_its_next_life_tells(worker: Worker) -> None:
@@ -110,12 +111,13 @@ def test_a_worker_killed_with_a_request_is_unknown_until_its_next_life_tells(wor
 def test_a_worker_that_is_asked_to_stop_with_a_request_rolls_back_first(worker: Worker) -> None:
     worker.start()
     thread, answers = worker.ask_held()
-    threading.Timer(2.0, worker.hold.unlink).start()
-
-    code = worker.end(signal.SIGTERM)
-
+    assert worker.process is not None
+    worker.process.send_signal(signal.SIGTERM)
+    # Its server cuts those off that wait, before the round goes on.
     thread.join(WAIT_S)
-    assert code == -signal.SIGTERM
+    worker.hold.unlink()
+
+    assert worker.process.wait(WAIT_S) == -signal.SIGTERM
     assert answers[0].outcome is ReplicaOutcome.UNKNOWN
     with JournalReader.open(worker.journal) as reader:
         (epoch,) = fold_stream(reader.events("tiny"), "tiny").epochs
