@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Self
 from residency.errors import JournalError, StreamInUse
 from residency.journal.header import unusable
 from residency.journal.location import beside
+from residency.journal.turns import join, leave, somebody_waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
+
+# How long one waits in the queue at most; afterwards the lock is whoever's asks first.
+_PATIENCE_S = 1.0
 
 _locks: weakref.WeakSet[FileLock | _Waiting] = weakref.WeakSet()
 
@@ -31,6 +35,8 @@ class FileLock:
         self._descriptor: int | None = None
         # Of the file that is open: which one it is.
         self._key: tuple[int, int] | None = None
+        # Whether those who came later wait for it to leave the queue.
+        self._is_in_queue = False
         _locks.add(self)
 
     def try_acquire(self) -> bool:
@@ -60,7 +66,9 @@ class FileLock:
             JournalError: it stayed taken, or the lock file cannot be used.
         """
         deadline = time.monotonic() + wait_s
-        while not self.try_acquire():
+        must_wait = self._must_wait()
+        while must_wait or not self.try_acquire():
+            must_wait = False
             try:
                 self._wait(deadline)
             except OSError as error:
@@ -78,9 +86,16 @@ class FileLock:
     def _wait(self, deadline: float) -> None:
         """Have a descriptor that holds the lock, or none. Whatever interrupts it, nobody else is kept from the lock."""
         self.close()
-        waiting = _Waiting(self.path)
+        # A process that is stopped in the queue must not keep the others from a lock that is free.
+        self._wait_once(min(deadline, time.monotonic() + _PATIENCE_S), in_turn=True)
+        if self._descriptor is None and time.monotonic() < deadline:
+            self._wait_once(deadline, in_turn=False)
+
+    def _wait_once(self, deadline: float, *, in_turn: bool) -> None:
+        waiting = _Waiting(self.path, in_turn=in_turn)
         try:
             if waiting.wait(deadline):
+                self._is_in_queue = in_turn
                 self._descriptor = waiting.own
                 waiting.own = None
         except BaseException:
@@ -89,6 +104,13 @@ class FileLock:
             raise
         finally:
             waiting.give_up()
+
+    def _must_wait(self) -> bool:
+        """Whether others came before. A lock that is free this very moment is theirs."""
+        try:
+            return somebody_waits(self._open())
+        except OSError as error:
+            raise unusable(self.path, error) from error
 
     def release(self) -> None:
         """Give the lock back. A second call is a no-op."""
@@ -99,11 +121,15 @@ class FileLock:
             except OSError:
                 # What was done under the lock is done: no error of it. Closed, the file lets go, too.
                 self.close()
+                return
+            if self._is_in_queue:
+                self._is_in_queue = False
+                leave(self._descriptor)
 
     def close(self) -> None:
         """Give the lock back and close the file. A second call is a no-op."""
         descriptor, self._descriptor = self._descriptor, None
-        self._key = None
+        self._key, self._is_in_queue = None, False
         if descriptor is not None:
             os.close(descriptor)
 
@@ -141,13 +167,14 @@ class FileLock:
 
 
 class _Waiting:
-    """Waits for a lock on a thread of its own, because the system's own queue is fair, and cannot be told when to stop.
+    """Waits for a lock on a thread of its own, because the system cannot be told when to stop.
 
     Looking again and again instead, a writer among eight that never pause would wait for a second.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, in_turn: bool) -> None:
         self.own: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._in_turn = in_turn
         self._lock = threading.Lock()
         self._is_done = threading.Event()
         self._is_over = False
@@ -169,6 +196,9 @@ class _Waiting:
             self._is_over = True
             if self._is_done.is_set():
                 self.close()
+            elif self.own is not None:
+                # Whoever came later goes on at once.
+                leave(self.own)
 
     def close(self) -> None:
         """Close the file, and with it the lock. A second call is a no-op."""
@@ -178,7 +208,10 @@ class _Waiting:
 
     def _run(self, descriptor: int) -> None:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if self._in_turn:
+                join(descriptor)
+            if not self._is_over:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             self._problem = error
         with self._lock:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +20,6 @@ from residency.journal.locks import FileLock
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # Takes the lock again at once, as a writer does that never pauses.
 GREEDY = """
@@ -59,6 +62,109 @@ def test_who_waits_gets_its_turn_among_writers_that_never_pause(
     for _ in range(20):
         lock.acquire(wait_s=10)
         lock.release()
+
+
+# Waits for the lock, and says so once it has it and again once it has let go; stops itself if told to.
+IN_LINE = """
+import os, sys
+from pathlib import Path
+from residency.journal.locks import FileLock
+lock = FileLock(Path(sys.argv[1]))
+print("here", flush=True)
+sys.stdin.readline()
+lock.acquire(wait_s=60)
+print("had", flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+def lined_up(path: Path, start: Callable[..., subprocess.Popen[str]], num: int) -> list[subprocess.Popen[str]]:
+    """So many processes that wait for a lock, one after the other."""
+    processes = [start(IN_LINE, path) for _ in range(num)]
+    for number, process in enumerate(processes, start=1):
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "here\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        until(lambda number=number: int.from_bytes(path.read_bytes()[:8], "little") == number)  # type: ignore[misc]
+    return processes
+
+
+def test_those_who_wait_come_in_their_order_and_before_whoever_had_the_lock(
+    path: Path, lock: FileLock, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    assert lock.try_acquire()
+    processes = lined_up(path, start, 3)
+    order: list[int] = []
+
+    def go(number: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "had\n"
+        order.append(number)
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+    threads = [threading.Thread(target=go, args=one) for one in enumerate(processes)]
+    for thread in threads:
+        thread.start()
+    # At once, when nobody can have woken up yet.
+    lock.release()
+    lock.acquire(wait_s=30)
+    order.append(-1)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, -1]
+
+
+def stat_of(process: subprocess.Popen[str]) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+def test_whoever_stops_or_dies_in_the_queue_holds_nobody_up_for_long(
+    sign: signal.Signals, path: Path, lock: FileLock, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    other = FileLock(path)
+    assert other.try_acquire()
+    (first,) = lined_up(path, start, 1)
+    first.send_signal(sign)
+    # Before it can be given the lock.
+    until(lambda: stat_of(first).rpartition(")")[2].split()[0] in "TZ")
+    other.close()
+    started = time.monotonic()
+    for _ in range(3):
+        lock.acquire(wait_s=30)
+        lock.release()
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("there", [b"", b"x", b"\xff" * 8, b"process 4242"])
+def test_whatever_the_lock_file_holds_it_locks(there: bytes, path: Path, lock: FileLock) -> None:
+    path.write_bytes(there)
+    other = FileLock(path)
+    for _ in range(3):
+        assert other.try_acquire()
+        threading.Timer(0.02, other.release).start()
+        lock.acquire(wait_s=5)
+        assert not other.try_acquire()
+        lock.release()
+    other.close()
+
+
+def test_without_such_locks_there_is_no_order_and_the_lock_is_had_all_the_same(
+    path: Path, lock: FileLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> bytes:
+        raise OSError(errno.EINVAL, "not here")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuses)
+    other = FileLock(path)
+    assert other.try_acquire()
+    threading.Timer(0.05, other.close).start()
+    lock.acquire(wait_s=5)
+    assert not other.try_acquire()
 
 
 def test_a_wait_ends_in_time_and_leaves_nothing_behind(path: Path, lock: FileLock) -> None:
