@@ -31,9 +31,7 @@ def rank_folder() -> Iterator[Path]:
 def live(rank_folder: Path) -> Iterator[Live]:
     """Live cases, each a list of lives one after the other; several cases at a time. Returns all answers of each."""
     script = Path(__file__).with_name("preloaded.py")
-    # A store looks up the name of whoever connects and answers nobody meanwhile: 5 s where a name server is silent.
-    asks_no_name_server = {"RES_OPTIONS": "attempts:0"}
-    environment = {**os.environ, **asks_no_name_server, "XDG_STATE_HOME": str(rank_folder / "state")}
+    environment = {**os.environ, "XDG_STATE_HOME": str(rank_folder / "state")}
     server = subprocess.Popen(
         [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )

@@ -8,7 +8,7 @@ SERVES = {"committed", "kept", "restored", "rolled-back", "gated", "pinned", "wi
 COMMITTED = {"committed", "kept", "restored"}
 # Of a worker that ends with a named error, or because a signal asked for it.
 NAMED = {1, 70, 71, 72, 73}
-LIFE_S_MAX = 20.0  # the sum of the limits that one fault can make others wait for
+LIFE_S_MAX = 60.0  # far over the limits that one fault can make others wait for: what hangs, hangs for good
 
 
 def problems(case: list[list[dict[str, Any]]], struck: set[int]) -> list[str]:

@@ -1,16 +1,20 @@
 """A process that has everything imported, and forks all ranks of a worker for every life that a test asks for.
 
 Reads one JSON list of cases a line and lives them several at a time; answers one JSON list of what became of each. A
-case is {"folder", "lives": [life, ...]}, a life {"faults": [fault, ...], "ranks": 4, ...}. A fault is {"rank", "what",
-"at", "number"}: `what` is kill, hang (its threads live on), stop (they do not), raise, lie, oom or late; `at` is where
-it strikes, see `Faults`.
+case is {"folder", "lives": [life, ...]}, a life {"faults": [fault, ...], "ranks": 4, ...}; faults are those of
+`faults.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
+
+# A store looks up the name of whoever connects and answers nobody meanwhile: 5 s where a name server is silent.
+os.environ["RES_OPTIONS"] = "attempts:0"
+
 import select
 import signal
 import socket
@@ -26,18 +30,14 @@ from torch import distributed as torch_distributed
 
 import residency
 from residency.errors import ResidencyError
-from residency.gpu.collectives import StoreTransport
 from residency.gpu.output import output_digest
-from residency.journal.store import Journal
-from residency.settings import KILL_SWITCHES
-from residency.statemachine.ranks_together import Together
 
 # Its stores have no public type.
 distributed: Any = torch_distributed
 torch.set_num_threads(1)
-LIFE_S_MAX = 40.0
-AT_ONCE = 6  # most of a life is waiting for limits, and a fault's more so
-LIMITS = residency.RankLimits(join_s=15.0, step_s=4.0, request_s=4.0, silence_s=1.5, grace_s=0.7, store_s=3.0)
+LIFE_S_MAX = 90.0
+# At a time: of cases in which somebody hangs, most of whose time is waiting for limits, and of all others.
+AT_ONCE = {True: 4, False: 3}
 # MiB. Ranks have other memory, so that they have other placements: not everything fits, or all.
 CAPS = (1.55, 8.0)
 
@@ -53,6 +53,7 @@ def load(name: str, path: Path) -> Any:
 
 
 tiny = load("tiny", Path(__file__).parents[1] / "worker" / "tiny.py")
+striking = load("rank_faults", Path(__file__).with_name("faults.py"))
 # What is planned is as good as any: plans are not what is tested.
 POLICY = residency.Policy(
     image_area_max=64 * 64,
@@ -67,9 +68,11 @@ POLICY = residency.Policy(
 
 
 def small_pipeline(*args: Any) -> Any:
-    """The tiny pipeline with fewer layers: what a rank computes is not what is tested."""
+    """The tiny pipeline with fewer layers and kernels: what a rank computes is not what is tested."""
     made = plain_pipeline(*args)
-    made.modules["denoiser"].blocks = made.modules["denoiser"].blocks[:3]
+    denoiser = made.modules["denoiser"]
+    denoiser.blocks = denoiser.blocks[:3]
+    denoiser.forward = lambda latents: functools.reduce(lambda value, block: block(value), denoiser.blocks, latents)
     return made
 
 
@@ -77,154 +80,15 @@ plain_pipeline, tiny.make_pipeline = tiny.make_pipeline, small_pipeline
 tiny.WORKLOAD = residency.Workload(width=96, height=96, frames=1, steps=2, batch=1)
 
 
-class Staging:
-    """The buffers of an all-to-all, which works only while all ranks hold them, made equally often.
-
-    is_ours: dropped and rebuilt by the rounds; else by the rank itself, where it runs out of memory.
-    """
-
-    def __init__(self, *, is_ours: bool) -> None:
-        self.is_ours = is_ours
-        self.held: list[int] = [0]
-
-    def drop(self) -> None:
-        """Let go of them."""
-        self.held.append(-1)
-
-    def rebuild(self) -> None:
-        """Make them anew, with the others."""
-        distributed.barrier()
-        self.held.append(max(self.held) + 1)
-
-    def interrupt(self) -> None:
-        """Nothing that could be interrupted."""
-
-    def all_to_all(self) -> None:
-        """Exchange, as a request does."""
-        found: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, self.held[-1])
-        if len(set(found)) > 1 or found[0] < 0:
-            raise RuntimeError(f"variant access: ranks hold different buffers, {found}")
-
-
-class Faults:
-    """Strikes one rank where its life comes by: at an exchange, before or after it has passed its part (`before`,
-    `after`), at an append to the journal that says so (`append`: before, `appended`: after), at the register (`decide`,
-    `decided`), in a request (`request`), or before an effect (`effect`). The number counts from 1, in one life.
-    """
-
-    def __init__(self, faults: list[dict[str, Any]], rank: int) -> None:
-        self.faults = [one for one in faults if one["rank"] == rank]
-        self.seen: dict[str, int] = {}
-        self.steps: list[str] = []
-        self.staging: Staging | None = None
-        self.group: Any = None
-
-    def come_by(self, at: str, name: str = "") -> str | None:
-        """Strike, if it is here; returns what the caller has to do itself."""
-        self.seen[at] = self.seen.get(at, 0) + 1
-        for fault in self.faults:
-            is_named = fault.get("name") in (None, name, name.partition(".")[2])
-            if fault["at"] == at and fault.get("number") in (None, self.seen[at]) and is_named:
-                return self._strike(fault["what"])
-        return None
-
-    def _strike(self, what: str) -> str | None:
-        if what == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif what == "hang":
-            time.sleep(3600)
-        elif what == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif what == "raise":
-            raise RuntimeError("struck")
-        elif what == "interrupt":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif what == "switch":
-            os.environ[KILL_SWITCHES[0]] = "1"
-        elif what == "late":
-            time.sleep(LIMITS.step_s - 1.0)
-        return what
-
-    # Where it strikes.
-
-    def install(self) -> None:
-        """Have everything come by."""
-        plain_append, plain_decide = Journal.append, StoreTransport.decide
-        plain_gather, plain_put = StoreTransport.gather, StoreTransport._pass
-        plain_agree = Together._agree
-
-        def append(journal: Journal, drafts: Any, **options: Any) -> Any:
-            names = {str(one.trigger or one.payload.get("what")) for one in drafts} & {"prepared", "commit", "keep"}
-            for name in names:
-                self.come_by("append", name)
-            events = plain_append(journal, drafts, **options)
-            for name in names:
-                self.come_by("appended", name)
-            return events
-
-        def decide(transport: StoreTransport, word: bytes) -> bytes:
-            self.come_by("decide")
-            found = plain_decide(transport, word)
-            self.come_by("decided")
-            return found
-
-        def gather(transport: StoreTransport, step: str, content: bytes, **options: Any) -> Any:
-            self.steps.append(step)
-            self.come_by("before", step)
-            return plain_gather(transport, step, content, **options)
-
-        def put(transport: StoreTransport, key: str, content: bytes) -> None:
-            plain_put(transport, key, content)
-            self.come_by("after", key.split("/")[-2])
-
-        def agree(ranks: Together, digest: str) -> None:
-            plain_agree(ranks, "0" * 64 if self.come_by("digest") == "lie" else digest)
-
-        for kind, name, made in (
-            (Journal, "append", append),
-            (StoreTransport, "decide", decide),
-            (StoreTransport, "gather", gather),
-            (StoreTransport, "_pass", put),
-            (Together, "_agree", agree),
-        ):
-            setattr(kind, name, made)
-
-    def working(self, what: str) -> None:
-        """Of the observer: nothing."""
-
-    def leaving(self, state: str) -> None:
-        """Of the observer: nothing."""
-
-    def between_effects(self, index: int) -> None:
-        """Of the observer."""
-        self.come_by("effect")
-
-    def in_request(self, shape: Any) -> None:
-        """In the middle of a request: all ranks meet, as those of a real one do."""
-        if self.come_by("request") == "oom":
-            raise torch.OutOfMemoryError("struck: out of memory")
-        if self.staging is not None:
-            self.staging.all_to_all()
-        elif distributed.is_initialized():
-            distributed.barrier(self.group)
-        if self.come_by("met") == "oom":
-            if self.staging is not None and not self.staging.is_ours:
-                self.staging.drop()
-            raise torch.OutOfMemoryError("struck: out of memory after all have met")
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 def open_store(where: str, size: int, rank: int) -> Any:
     """Connect to the store of a life: a port, as of a launcher or in rank 0, or a file, which is quicker to reach."""
     if where.startswith("rank 0 "):
-        return distributed.TCPStore("127.0.0.1", int(where.split()[-1]), is_master=rank == 0, wait_for_workers=False)
+        port, listening = map(int, where.split()[2:])
+        if rank == 0:
+            options = {"wait_for_workers": False, "master_listen_fd": listening}
+            return distributed.TCPStore("127.0.0.1", port, is_master=True, **options)
+        os.close(listening)
+        return distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if where.isdecimal():
         return distributed.TCPStore("127.0.0.1", int(where), is_master=False, wait_for_workers=False)
     return distributed.FileStore(where, size)
@@ -232,7 +96,7 @@ def open_store(where: str, size: int, rank: int) -> Any:
 
 def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, Any]:
     """Live one rank's life, and say what came of it."""
-    faults = Faults(life.get("faults", []), rank)
+    faults = striking.Faults(life.get("faults", []), rank)
     faults.install()
     size = life.get("ranks", 4)
     store = open_store(where, size, rank)
@@ -242,17 +106,19 @@ def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, 
     host = f"host {rank // life.get('per_host', size)}"
     worker = tiny.Worker(Path(folder) / f"{host}.db")
     place: dict[str, Any] = {"store": store, "rank": rank, "size": size} if life.get("store") == "kept" else {}
+    limits = striking.limits_of(life, range(size))
     if "replicas" in life:
         # Data-parallel: a group for each, which all make in one order.
         width = size // life["replicas"]
         groups = [distributed.new_group(range(first, first + width)) for first in range(0, size, width)]
         place["group"] = faults.group = groups[rank // width]
+        limits = striking.limits_of(life, range(rank // width * width, (rank // width + 1) * width))
         life = {**life, "options": {"name": f"replica-{rank // width}"}}
     if "staging" in life:
-        faults.staging = Staging(is_ours=life["staging"] == "ours")
+        faults.staging = striking.Staging(is_ours=life["staging"] == "ours")
         if faults.staging.is_ours:
             place["workspaces"] = faults.staging
-    ranks = residency.Ranks(limits=LIMITS, host=host, **place)
+    ranks = residency.Ranks(limits=limits, host=host, **place)
     cap = int(CAPS[rank % len(CAPS)] * 2**20)
     options = {"policy": POLICY, "cap": cap, "observer": faults, **life.get("options", {})}
     if life.get("misled") == rank:
@@ -268,7 +134,8 @@ def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, 
     worker.pipeline.fail = in_step
     begun = time.monotonic()
     answer: dict[str, Any] = manager.start().to_json()
-    answer["asked"] = [ask(manager, one, rank) for one in life.get("asks", [])]
+    asks = enumerate(life.get("asks", []))
+    answer["asked"] = [ask(manager, one, rank, Path(folder) / f"asked {number}") for number, one in asks]
     worker.pipeline.fail = None
     answer["output"] = output_digest(worker.pipeline.request(tiny.WORKLOAD))
     answer |= {"seconds": time.monotonic() - begun, "state": manager.status()["state"], "steps": faults.steps}
@@ -279,15 +146,17 @@ def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, 
     return answer
 
 
-def ask(manager: residency.Manager, asked: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Send a control request, if this rank is asked; the others do something else meanwhile."""
+def ask(manager: residency.Manager, asked: dict[str, Any], rank: int, over: Path) -> dict[str, Any] | None:
+    """Send a control request, if this rank is asked; the others do something else until it is over."""
     if rank not in asked.get("ranks", range(4)):
-        # Until whoever was asked has given them up.
-        time.sleep(LIMITS.step_s + LIMITS.grace_s + 1.0)
+        while not over.exists():
+            time.sleep(0.02)
         return None
     round_number = manager.status()["round"]
     request = {"verb": asked["verb"], "epoch": manager.epoch, "round": round_number, "attempt": asked.get("attempt", 0)}
-    return manager.handle(request)
+    answer = manager.handle(request)
+    over.touch()
+    return answer
 
 
 def run_rank(rank: int, life: dict[str, Any], folder: str, where: str, answer: Path) -> None:
@@ -314,7 +183,9 @@ def run_life(life: dict[str, Any], folder: str) -> list[dict[str, Any]]:
         for one in Path(folder).glob(f"{life['forget']}*"):
             one.unlink()
     if life.get("store") == "rank 0":
-        where = f"rank 0 {_free_port()}"
+        # Listening from now on, so that nobody else is given the port.
+        server = socket.create_server(("127.0.0.1", 0))
+        where = f"rank 0 {server.getsockname()[1]} {server.fileno()}"
     if life.get("store") == "tcp":
         server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         where = str(server.port)
@@ -325,13 +196,21 @@ def run_life(life: dict[str, Any], folder: str) -> list[dict[str, Any]]:
         if child == 0:
             run_rank(rank, life, folder, where, answers / str(rank))
         children[child] = rank
+    if isinstance(server, socket.socket):
+        server.close()
+    return wait_for(children, life, answers, begun)
+
+
+def wait_for(children: dict[int, int], life: dict[str, Any], answers: Path, begun: float) -> list[dict[str, Any]]:
+    """Wait for all ranks, {process: rank}; returns what each said."""
     found: dict[int, dict[str, Any]] = {}
     while children:
         over = time.monotonic() - begun > LIFE_S_MAX
-        # One that is stopped ends when nobody waits for it any more.
-        stopped = {f["rank"] for f in life.get("faults", []) if f["what"] == "stop"}
+        # One that is stopped, or hangs where it has no limit of its own, ends when nobody waits for it any more.
+        stopped = {f["rank"] for f in life.get("faults", []) if f["what"] in ("stop", "hang")}
+        is_waited_for = not set(children.values()) <= stopped
         for child, rank in list(children.items()):
-            if over or set(children.values()) <= stopped:
+            if over or not is_waited_for:
                 os.kill(child, signal.SIGKILL)
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -353,15 +232,33 @@ def run_case(case: dict[str, Any], writing: int) -> None:
     os._exit(0)
 
 
+def is_slow(case: dict[str, Any]) -> bool:
+    """Whether somebody hangs in it."""
+    return any(fault["what"] == "hang" for life in case["lives"] for fault in life.get("faults", []))
+
+
+def next_of(waiting: dict[bool, list[int]], running: list[bool]) -> int | None:
+    """Return the case to begin next, taken from those that wait by kind; None if enough of each are running."""
+    for kind, indices in waiting.items():
+        if indices and running.count(kind) < AT_ONCE[kind]:
+            return indices.pop(0)
+    return None
+
+
 def serve(cases: list[dict[str, Any]]) -> list[Any]:
     """Live cases, several at a time."""
     answers: dict[int, Any] = {}
-    waiting = list(enumerate(cases))
+    waiting: dict[bool, list[int]] = {True: [], False: []}
+    for index, case in enumerate(cases):
+        waiting[is_slow(case)].append(index)
     running: dict[int, tuple[int, int]] = {}
     texts: dict[int, bytes] = {}
-    while waiting or running:
-        while waiting and len(running) < AT_ONCE:
-            index, case = waiting.pop(0)
+    asked_by = os.getppid()
+    while any(waiting.values()) or running:
+        if os.getppid() != asked_by:
+            return []  # whoever asked is gone
+        while (begun := next_of(waiting, [is_slow(cases[one]) for one, _ in running.values()])) is not None:
+            index, case = begun, cases[begun]
             reading, writing = os.pipe()
             child = os.fork()
             if child == 0:
@@ -389,6 +286,9 @@ def warm_up() -> None:
         manager.start()
         manager.detach()
         worker.device.close()
+    # Every rank is a process that was forked from here: what is made once is everybody's own.
+    made = small_pipeline()
+    tiny.make_pipeline = lambda *_: made
     gc.collect()
     gc.freeze()
 

@@ -59,7 +59,7 @@ def test_a_control_request_to_all_ranks_is_one_round_of_all(live: Live) -> None:
 
 def test_one_that_reaches_a_single_rank_is_refused_in_time_and_leaves_all_able_to_run_the_next(live: Live) -> None:
     asks = [{"verb": "validate", "ranks": [2]}, {"verb": "validate", "attempt": 1}]
-    (case,) = live([[{"asks": asks}]])
+    (case,) = live([[{"asks": asks, "limits": {"step_s": 4.0, "grace_s": 1.0}}]])
     (life,) = case
     assert [None if rank["asked"][0] is None else rank["asked"][0]["outcome"] for rank in life] == [
         None,
