@@ -121,6 +121,10 @@ def live(rank: int, life: dict[str, Any], folder: str, where: str) -> dict[str, 
     ranks = residency.Ranks(limits=limits, host=host, **place)
     cap = int(CAPS[rank % len(CAPS)] * 2**20)
     options = {"policy": POLICY, "cap": cap, "observer": faults, **life.get("options", {})}
+    if "server" in life:
+        # As an operator names it, not the program.
+        os.environ["RESIDENCY_JOURNAL"] = life["server"]
+        options["journal"] = None
     if life.get("misled") == rank:
         options["modes"] = {"nobody": "resident"}
     manager = worker.attach(ranks=ranks, **options)
