@@ -17,7 +17,7 @@ from residency.journal.migrations import known_format
 from residency.journal.rows import Hashes, Row, Types, event_of_row
 from residency.journal.schema import APPLICATION_ID, EVENT_COLUMNS
 from residency.journal.source import WAIT_S, Source, open_source
-from residency.journal.sqlite import FAILURES, abandon, driver, explain, lenient_text
+from residency.journal.sqlite import FAILURES, UNDECODABLE, abandon, driver, explain, lenient_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -359,7 +359,9 @@ def _copy(source: driver.Connection, target: driver.Connection, check: Callable[
 def _rows(connection: driver.Connection, sql: str, parameters: tuple[Column, ...]) -> list[Row]:
     try:
         return connection.execute(sql, parameters).fetchall()
-    except UnicodeDecodeError:
+    except FAILURES as error:
+        if not isinstance(error, UnicodeDecodeError) and UNDECODABLE not in str(error).lower():
+            raise
         # Damaged text. Decoded leniently from now on: slower, and verify can say which event it is.
         connection.text_factory = lenient_text
         return connection.execute(sql, parameters).fetchall()

@@ -121,13 +121,15 @@ _MEANINGS = (
 FAILURES = (driver.Error, UnicodeDecodeError)
 
 _CORRUPT = ("malformed", "not a database", "corrupt", "unsupported file format", "no such table", "no such column")
+# What SQLite's driver says of damaged text, where it does not raise UnicodeDecodeError.
+UNDECODABLE = "could not decode to utf-8"
 
 
 def explain(error: BaseException, *, journal: object, wait_s: float = 0.0) -> JournalError:
     """Return the journal error that a driver error means. JournalCorrupt if the file itself is damaged."""
     said = str(error)
     lowered = said.lower()
-    if isinstance(error, UnicodeDecodeError) or any(word in lowered for word in _CORRUPT):
+    if isinstance(error, UnicodeDecodeError) or any(word in lowered for word in (*_CORRUPT, UNDECODABLE)):
         return JournalCorrupt(
             journal=str(journal),
             problem=f"the file is damaged ({said})",

@@ -28,6 +28,7 @@ ResidencyError                      exit code of a worker that ends with it
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Self
 
 
@@ -258,9 +259,11 @@ class PlacementInfeasible(ResidencyError):
     exit_code = 72
 
     def __init__(self, *, needed_bytes: int, cap_bytes: int, bound_by: str) -> None:
+        # Rounded up: a byte too many is not "needs 40.0 MiB, the cap is 40.0 MiB".
+        needed = math.ceil(needed_bytes / 2**20 * 10) / 10
         super().__init__(
-            f"no placement fits: {bound_by} needs {needed_bytes / 2**20:.1f} MiB, the cap is "
-            f"{cap_bytes / 2**20:.1f} MiB; raise the cap (vram=), or make the workload smaller",
+            f"no placement fits: {bound_by} needs at least {needed:.1f} MiB, the cap is {cap_bytes / 2**20:.1f} MiB; "
+            "raise the cap (vram=), or make the workload smaller",
             needed_bytes=needed_bytes,
             cap_bytes=cap_bytes,
             bound_by=bound_by,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from residency.epoch_facts import gate_facts
 from residency.errors import EffectFailed, JournalError, PlacementInfeasible, RankFailed, WarmupFailed
+from residency.gpu.placement import Placement
+from residency.gpu.records import RequestRecord
 from residency.journal.events import EventType
 from residency.report import Decision
 from residency.sources import calibration, first_source
@@ -118,6 +120,7 @@ class FirstRounds:
         """
         epoch = self._epoch
         tried: list[str] = []
+        learned = _Failed()
         while self._goes_on("cannot serve", _cannot_serve(result)):
             if result.target is None or len(tried) >= epoch.setup.policy.replans_max:
                 peak = max((record.reserved_peak_bytes for record in result.records), default=0)
@@ -128,8 +131,17 @@ class FirstRounds:
                     bound_by=f"every placement that was tried ({len(tried) + 1}) ran out of memory; the last one",
                 )
             tried.append(result.target)
-            log.warning("not even the initial placement can serve (%s); trying another", result.reason)
-            source = calibration(recovery, initial=epoch.setup.initial.digest)
+            learned = learned.with_round(result)
+            log.warning(
+                "placement %s ran out of memory, and so did the initial one; trying another (%s)",
+                result.target[:12],
+                result.reason,
+            )
+            source = replace(
+                calibration(recovery, initial=epoch.setup.initial.digest),
+                records=learned.records,
+                placements=learned.placements,
+            )
             result = self._first_round(replace(source, excluded=tuple(sorted({*source.excluded, *tried}))))
         return result
 
@@ -169,6 +181,22 @@ class FirstRounds:
 
     def _gated_without_journal(self) -> tuple[Decision, str, str | None]:
         return Decision.WITHOUT_JOURNAL, str(self._epoch.problem), str(self._epoch.problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What ran out of memory under placements that were tried: how much the next one has to leave free."""
+
+    records: tuple[RequestRecord, ...] = ()
+    placements: tuple[Placement, ...] = ()
+
+    def with_round(self, result: RoundResult) -> _Failed:
+        """Return this, and what a round's own placement failed with."""
+        if result.plan is None:
+            return self
+        placement = result.plan.placement
+        own = [one for one in result.records if one.placement_digest == placement.digest and one.out_of_memory]
+        return _Failed((*self.records, *own), (*self.placements, placement))
 
 
 def _cannot_serve(result: RoundResult) -> bool:

@@ -11,6 +11,7 @@ NS_PER_S = 1_000_000_000
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _AGO = re.compile(r"([0-9]{1,9})\s*(s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?|w|weeks?)\s+ago", re.IGNORECASE)
 _TIME_OF_DAY = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?")
+_NS_MAX = 2**63 - 1  # what a journal can hold: in the year 2262
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -35,7 +36,10 @@ def parse_moment(text: str, *, now_ns: int, name: str, zone: tzinfo | None = UTC
             return _last(wanted, fraction_ns, now_ns=now_ns, zone=zone)
         if re.search(r"[.,]", whole):
             raise ValueError(whole)
-        return _seconds(datetime.fromisoformat(whole), zone) * NS_PER_S + fraction_ns
+        moment_ns = _seconds(datetime.fromisoformat(whole), zone) * NS_PER_S + fraction_ns
+        if moment_ns > _NS_MAX:
+            raise ValueError(whole)
+        return moment_ns
     except (ValueError, OverflowError):
         raise SettingsError(
             f"{name} is {text!r}; write an RFC 3339 time such as 2026-11-30T15:00:00Z, the time of day of the last 24 "

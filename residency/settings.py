@@ -72,6 +72,8 @@ def state_directory() -> Path:
 
 def journal_location(given: str | os.PathLike[str] | None = None) -> str:
     """Return the path or URL of the journal: the one given, else RESIDENCY_JOURNAL, else the user's own."""
+    if not isinstance(given, (str, os.PathLike, type(None))):
+        raise SettingsError(f"the journal is {given!r}; give a path or a URL, or leave it out", journal=repr(given))
     chosen = os.fspath(given) if given is not None else os.environ.get("RESIDENCY_JOURNAL", "")
     if given is not None and not chosen.strip():
         raise SettingsError("the journal's path is empty; give a path or a URL, or leave it out", journal=chosen)

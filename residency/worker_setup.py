@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,11 +106,11 @@ def prepare(pipe: object, options: Options) -> Setup:
 
 
 def _prepare(pipe: object, options: Options, place: Place | None) -> Setup:
+    _check_types(options)
     journal = journal_location(options.journal)
     switch = partial(kill_switch, sentinel_path(journal))
     host_ram = None if options.host_ram is None else parse_size(options.host_ram, name="host_ram")
     cap = None if options.vram is None else parse_size(options.vram, name="vram")
-    _check_types(options)
     modules, owner = components_of(pipe)
     for name in (*modules, *([options.name] if options.name is not None else [])):
         _check_name(name)
@@ -258,8 +259,20 @@ def _check_types(options: Options) -> None:
             f"workload is a {type(workload).__name__}, not a Workload; "
             "pass residency.Workload(width=..., height=..., frames=..., steps=..., batch=...)"
         )
-    if isinstance(options.workloads, str) or not all(isinstance(one, Workload) for one in options.workloads):
-        raise SettingsError(f"workloads is {options.workloads!r}; pass a list of residency.Workload")
+    workloads: object = options.workloads
+    if not isinstance(workloads, Sequence) or not all(isinstance(one, Workload) for one in workloads):
+        raise SettingsError(f"workloads is {workloads!r}; pass a list of residency.Workload")
+    policy: object = options.policy
+    if not isinstance(policy, Policy):
+        raise SettingsError(f"policy is {policy!r}; pass a residency.Policy, or leave it out")
+    if not isinstance(options.device, str) and not callable(getattr(options.device, "limit", None)):
+        raise SettingsError(f"device is {options.device!r}; pass 'auto', 'cuda', 'cpu', or a Device")
+    tolerance: object = options.tolerance
+    is_part = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool) and 0 <= tolerance < math.inf
+    if tolerance is not None and not is_part:
+        raise SettingsError(
+            f"tolerance is {tolerance!r}; pass a part of the largest value, from 0, such as 0.001, or leave it out"
+        )
     if options.outside not in {*Outside, *(one.value for one in Outside)}:
         words = ", ".join(one.value for one in Outside)
         raise SettingsError(f"outside is {options.outside!r}; pass one of {words}")
@@ -267,6 +280,11 @@ def _check_types(options: Options) -> None:
         if not isinstance(value, Mapping):
             raise SettingsError(
                 f"{name} is a {type(value).__name__}, {value!r}; pass a mapping of component to {_OF[name]}"
+            )
+    for component, content in (options.identity or {}).items():
+        if not isinstance(content, str) or not content:
+            raise SettingsError(
+                f"identity of {component!r} is {content!r}; pass text that changes when the weights do, a revision, say"
             )
 
 
@@ -278,6 +296,13 @@ def _check_name(name: object) -> None:
         is_text = False
     if not is_text:
         raise SettingsError(f"the name {name!r} is no text; name workers and components with Unicode text")
+    text = str(name)
+    if len(text) > _NAME_MAX or not text.isprintable():
+        raise SettingsError(
+            f"the name {text[:40]!r} has {len(text)} characters; names are one line of at most {_NAME_MAX}, without "
+            "control characters"
+        )
 
 
+_NAME_MAX = 256  # characters; every line of the log of a worker names it
 _OF = {"modes": "mode", "identity": "what identifies its weights"}

@@ -33,7 +33,7 @@ def plan_round(
         configured=context.configured,
         current=current,
         initial=context.initial,
-        records=tuple(measured) or source.records,
+        records=(*measured, *source.records),
         placements=source.placements,
         cap_bytes=worker.device().cap_bytes,
         link=worker.link(),

@@ -29,7 +29,7 @@ class Source:
     """A round's plan, or what to plan from.
 
     target: the placement to go to; None if it is to be planned.
-    records, placements, baseline: of an earlier round, to plan from and to compare with (SUSPECT).
+    records, placements: of earlier rounds, to plan from; to compare with as well, where nothing is measured (SUSPECT).
     expected_output: digest that validation must see again, None if nothing is known.
     shape: of the validation request; None for the default workload's.
     reserve_factor, excluded: see PlanInputs. from_round: the round it is taken from, 0 for none.

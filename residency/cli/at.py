@@ -48,13 +48,14 @@ def at(*, when: str, journal: str | None, stream: str | None, as_json: bool, zon
     """
     with open_reader(journal) as reader:
         moment = moment_of(reader, when, zone=zone, name="WHEN")
+        first = next(reader.events(limit=1), None)
         streams = each_stream(reader, stream)
         lives = {name: life_at(reader, name, moment.position) for name in streams}
         placements = {
             name: read_placement(reader, life.then.placement) for name, life in lives.items() if life is not None
         }
     if not placements:
-        say("the journal has no events up to there")
+        say(f"the journal has no events up to {_first_text(moment, first, zone)}")
         return FINDING
     found = [(name, life, placements[name]) for name, life in lives.items() if life is not None]
     if as_json:
@@ -64,6 +65,11 @@ def at(*, when: str, journal: str | None, stream: str | None, as_json: bool, zon
         show_lines([""] if index else [])
         show_lines(_lines(*one, moment, zone=zone))
     return 0
+
+
+def _first_text(moment: Moment, first: Event | None, zone: tzinfo | None) -> str:
+    asked = "there" if moment.at_ns is None else rfc3339(moment.at_ns, digits=3, zone=zone)
+    return asked if first is None else f"{asked}; its first is of {rfc3339(first.recorded_at, digits=3, zone=zone)}"
 
 
 def _object(stream: str, life: Life, placement: Placement | None, moment: Moment) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -80,6 +81,20 @@ utc_option = click.option(
 def reading_options(command: FC) -> FC:
     """Add --journal, --stream and --json to a verb."""
     return journal_option(stream_option(json_option(command)))
+
+
+POSITION_MAX = 2**63 - 1  # of an event: SQLite's largest integer
+
+
+class Seconds(click.FloatRange):
+    """A time that ends: neither "nan", which no comparison refuses, nor for ever."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return it in seconds. Raises BadParameter, like every type of an option."""
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is no number of seconds; leave it out to wait as long as the verb does", param, ctx)
+        return seconds
 
 
 def open_reader(journal: str | None) -> closing[JournalReader]:

@@ -95,6 +95,9 @@ def _closed(epoch: EpochView) -> str:
     if epoch.poisoned is not None:
         return f"the device was lost to it: {epoch.poisoned.get('problem')}"
     reason = epoch.gated or epoch.pinned or {}
+    if not reason and epoch.rounds and epoch.rounds[-1].plan is None and is_settled(epoch.rounds[-1]):
+        last = epoch.rounds[-1]
+        return f"round {last.number} was rolled back: {ending_text(epoch, last)}"
     return " ".join(str(reason[name]) for name in ("reason", "detail", "by", "value") if reason.get(name))
 
 

@@ -78,7 +78,7 @@ def plan_lines(plan: Plain) -> list[str]:
     if following := plan.get("next_cheapest"):
         lines.append(f"next cheapest change: {next_text(following)}")
     if plan.get("relaxed"):
-        lines.append("nothing fits by the estimate: the choice only avoids growing")
+        lines.append("nothing fits by the estimate: it only avoids growing, or is tried because what ran before fails")
     if binding := plan.get("binding"):
         lines.append("little is left of: " + ", ".join(_binding_text(one) for one in binding))
     if plan.get("exact") is False:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from residency.cli.common import FINDING, WORKER, exit_codes, json_option, say
+from residency.cli.common import FINDING, WORKER, Seconds, exit_codes, json_option, say
 from residency.cli.fleet_show import Progress, read_answers, show_report
 from residency.control import Verb
 from residency.statemachine.replicas import ReplicaOutcome
@@ -61,14 +61,14 @@ def _options(command: FC) -> FC:
         "--timeout",
         "timeout_s",
         metavar="SECONDS",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Seconds(min=0, min_open=True),
         help="For all replicas together; 30 for status, else an hour.",
     )
     answer = click.option(
         "--answer-timeout",
         "answer_s",
         metavar="SECONDS",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Seconds(min=0, min_open=True),
         default=5.0,
         show_default=True,
         help="For one replica to connect, and to tell its status.",

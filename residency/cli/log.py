@@ -12,6 +12,8 @@ import click
 
 from residency.cli.common import (
     FINDING,
+    POSITION_MAX,
+    Seconds,
     choose_stream,
     end_of,
     exit_codes,
@@ -78,7 +80,7 @@ class _Wanted:
 @click.option(
     "--after",
     metavar="POSITION",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=0, max=POSITION_MAX),
     help="Only events after that one. With --json a last line gives the cursor to go on from.",
 )
 @click.option("-f", "--follow", is_flag=True, help="Go on with the events that come, until Ctrl-C.")
@@ -87,7 +89,7 @@ class _Wanted:
     type=click.Choice([state.value for state in State]),
     help="Follow until the worker reaches it; earlier events count only with --after.",
 )
-@click.option("--timeout", "timeout_s", metavar="SECONDS", type=click.FloatRange(min=0), help="Follow no longer.")
+@click.option("--timeout", "timeout_s", metavar="SECONDS", type=Seconds(min=0), help="Follow no longer.")
 def log(
     *,
     journal: str | None,

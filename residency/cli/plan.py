@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from residency.statemachine.planner.replanning import Point
 
 
+STEPS_MAX = 10_000  # no sampler takes more; planning for those takes a second, and ten times as long for ten times more
+
+
 def _as_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     try:
         return None if value is None else parse_size(value, name=param.opts[0])
@@ -56,7 +59,7 @@ def _as_modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
 @click.option("--round", "number", metavar="N", type=click.IntRange(min=1), help="The round; else the newest planned.")
 @click.option("--vram", callback=_as_size, metavar="SIZE", help="Under another cap of device memory, such as 16GiB.")
 @click.option("--host-ram", callback=_as_size, metavar="SIZE", help="With so much host memory for host copies.")
-@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="For requests of so many steps.")
+@click.option("--steps", type=click.IntRange(min=1, max=STEPS_MAX), metavar="N", help="For requests of so many steps.")
 @click.option(
     "--fix",
     callback=_as_modes,

@@ -10,6 +10,7 @@ import click
 
 from residency.cli.common import (
     FINDING,
+    Seconds,
     choose_stream,
     exit_codes,
     journal_option,
@@ -45,7 +46,7 @@ DIGEST_CHARACTERS_MIN = 4
     "--wait",
     "wait_s",
     metavar="SECONDS",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=0.0,
     help="Wait so long for the worker to end, or to be restarted.",
 )

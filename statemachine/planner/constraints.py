@@ -114,6 +114,17 @@ def relaxed(limits: Iterable[PhaseLimit], inputs: PlanInputs) -> tuple[PhaseLimi
     )
 
 
+def reached(limits: Iterable[PhaseLimit], inputs: PlanInputs) -> tuple[PhaseLimit, ...]:
+    """Return the limits without a guess: where no request succeeded, phases that none reached hold their weights alone.
+
+    The worst case of others is no reason to refuse every placement where nothing runs as it is.
+    """
+    if any(record.succeeded for record in inputs.records):
+        return tuple(limits)
+    observed = {name for record in inputs.records for phase in record.phases for name in phase.active}
+    return tuple(limit if observed.issuperset(limit.active) else replace(limit, fixed_bytes=0) for limit in limits)
+
+
 def _most(one: int | None, other: int | None) -> int | None:
     return max((value for value in (one, other) if value is not None), default=None)
 

@@ -11,7 +11,7 @@ from residency.gpu.placement import HostTier, Placement
 from residency.statemachine.initial import configured_placements, initial_placement
 from residency.statemachine.planner.checks import check_inputs
 from residency.statemachine.planner.choice import Chooser
-from residency.statemachine.planner.constraints import PhaseLimit, failed_digests, phase_limits, relaxed
+from residency.statemachine.planner.constraints import PhaseLimit, failed_digests, phase_limits, reached, relaxed
 from residency.statemachine.planner.envelope import envelope_of
 from residency.statemachine.planner.holdings import idle_bytes, pinned_bytes
 from residency.statemachine.planner.options import Family, Options
@@ -113,6 +113,10 @@ class _Planner:
         if found is None and known and self.inputs.current.digest not in self.forbidden:
             # An estimate is no proof: a placement that was not seen failing may stay, and nothing may grow.
             limits, is_relaxed = relaxed(self.limits, self.inputs), True
+            chooser = self.chooser(limits)
+            found = chooser.choose(known)
+        if found is None and (proven := reached(self.limits, self.inputs)) != self.limits:
+            limits, is_relaxed = proven, True
             chooser = self.chooser(limits)
             found = chooser.choose(known)
         if found is None:
@@ -260,15 +264,16 @@ class _Planner:
     def infeasible(self) -> PlacementInfeasible:
         """Say what is short: the phase that no placement satisfies, or the least cap that would do for all."""
         cap = self.inputs.cap_bytes
-        choices = self.chooser(self.limits).choices
-        needed = {limit.key: limit.cap_needed(self.inputs, _least_weights(choices, limit)) for limit in self.limits}
+        limits = reached(self.limits, self.inputs)
+        choices = self.chooser(limits).choices
+        needed = {limit.key: limit.cap_needed(self.inputs, _least_weights(choices, limit)) for limit in limits}
         worst = max(needed, key=lambda key: needed[key], default=None)
         if worst is not None and needed[worst] > cap:
             return PlacementInfeasible(needed_bytes=needed[worst], cap_bytes=cap, bound_by=f"phase {worst!r}")
         for step in range(1, 65):
             # In sixteenths of the cap: no phase is short by itself, so little more will do, if anything does.
             larger = cap + cap * step // 16
-            if self.chooser(self.limits, cap_bytes=larger).fits_at_all():
+            if self.chooser(limits, cap_bytes=larger).fits_at_all():
                 return PlacementInfeasible(needed_bytes=larger, cap_bytes=cap, bound_by="every phase at once")
         return PlacementInfeasible(
             needed_bytes=cap + max(1, self.inputs.policy.measured_reserve(cap)),

@@ -205,7 +205,8 @@ class Plan:
     keep: it is the current placement. bound_by: what kept it from being faster. num_candidates: component -> how
     many placements of it were weighed. exact: nothing that was weighed is faster, gap_ns is 0; else another placement
     may be, by gap_ns at most, because the search ended before it had seen all.
-    relaxed: nothing fits by the estimate, so the choice only avoids growing; a measured failure raises instead.
+    relaxed: nothing fits by the estimate, so the choice only avoids growing; where the current placement is known to
+    fail, no room is kept for what no request reached.
     binding: the limits in which less is left than the next layer or component would take, the tightest first.
     prices: of every component that may be placed. envelope: the request shapes that the placement is good for.
     """

@@ -18,6 +18,8 @@ from residency.journal.store import Journal
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from residency.journal.findings import Finding
+
 Drafts = Callable[[int], list[Draft]]
 
 
@@ -169,6 +171,18 @@ def test_a_damaged_payload_is_an_error_that_names_its_position(path: Path, tampe
             (event,) = reader.events()
         with pytest.raises(JournalCorrupt, match="event 1"):
             payload(event)
+
+
+@pytest.mark.parametrize("column", ["epoch", "stream", "to_state"])
+def test_damaged_text_is_read_as_far_as_it_goes_so_that_verify_can_name_it(
+    path: Path, tamper: Callable[..., None], column: str, findings: Callable[[], tuple[Finding, ...]]
+) -> None:
+    with Journal.open(path) as journal:
+        journal.append([Draft(type=EventType.MEASURED, round=1, to_state="measuring")], stream="worker", epoch="e")
+    tamper(f"UPDATE events SET {column} = CAST(x'84ff84' AS TEXT)")
+    with JournalReader.open(path) as reader:
+        assert [event.position for event in reader.events()] == [1]
+    assert 1 in {finding.position for finding in findings()}
 
 
 def test_a_closed_reader_says_so(reader: JournalReader) -> None:

@@ -175,7 +175,9 @@ def test_every_worker_of_a_journal_is_told_of(committed: Any, run: Callable[...,
 def test_nothing_before_the_first_event(committed: Any, run: Callable[..., Any]) -> None:
     done = run("at", "2020-01-01", "--journal", "journal.db")
 
-    assert (done.code, done.out, done.err) == (1, "", "the journal has no events up to there\n")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("the journal has no events up to 2020-01-01T00:00:00.000")
+    assert "; its first is of 20" in done.err
 
 
 def test_deaths_while_serving_name_the_life_they_ended(committed: Any, run: Callable[..., Any]) -> None:

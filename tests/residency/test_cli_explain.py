@@ -3,6 +3,8 @@ from typing import Any
 
 import pytest
 
+from residency.journal.events import Draft, EventType
+
 
 @pytest.mark.parametrize(
     "expected",
@@ -41,6 +43,28 @@ def test_explain_without_a_plan_names_the_gate(story: Any, run: Callable[..., An
     done = run("explain", "--journal", "journal.db")
 
     assert (done.code, done.err) == (1, "no plan was made: warmup-failed the warmup raised ValueError\n")
+
+
+def test_explain_without_a_plan_says_how_the_round_ended(story: Any, run: Callable[..., Any]) -> None:
+    story.start()
+    story.write(Draft(type=EventType.TRANSITION, round=1, payload={}, to_state="measuring", trigger="measure"))
+    verdict = {"ok": False, "blames": "request", "reason": "infeasible", "detail": "no placement fits"}
+    story.write(
+        Draft(
+            type=EventType.TRANSITION,
+            round=1,
+            payload={"verdict": verdict},
+            from_state="measuring",
+            to_state="rolled-back",
+            trigger="roll_back",
+        )
+    )
+
+    done = run("explain", "--journal", "journal.db")
+
+    assert done.code == 1
+    assert done.err.startswith("no plan was made: round 1 was rolled back: ")
+    assert "no placement fits" in done.err
 
 
 def test_explain_lists_the_requests_that_validated(

@@ -279,7 +279,16 @@ def test_a_timeout_without_a_state_ends_the_following_well(committed: Any, run: 
     assert (done.code, positions(done)) == (0, [9])
 
 
-@pytest.mark.parametrize("options", [("--follow", "--until", "now"), ("--timeout", "3"), ("--until-state", "lost")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--follow", "--until", "now"),
+        ("--timeout", "3"),
+        ("--until-state", "lost"),
+        ("--follow", "--timeout", "nan"),
+        ("--after", "9" * 20),
+    ],
+)
 def test_options_that_contradict_each_other_are_usage(
     options: tuple[str, ...], committed: Any, run: Callable[..., Any]
 ) -> None:

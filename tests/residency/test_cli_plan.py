@@ -177,6 +177,7 @@ def test_a_component_can_be_asked_for_in_a_mode(run: Run) -> None:
         (("--fix", "transformer=nowhere"), "the modes are resident, component-offload, layerwise-offload"),
         (("--fix", "unet=resident"), "the pipeline has no component 'unet'"),
         (("--vram", "1MiB"), "no placement fits"),
+        (("--steps", "99999999999"), "1<=x<=10000"),
         (("--svg", "/nowhere/at/all.svg"), "cannot be written"),
     ],
 )

@@ -32,7 +32,8 @@ def test_a_moment_is_read_as_people_write_it(text: str, expected_ns: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", "yesterday-ish", "2h", "ago", "2026-13-01", "-2h ago", "12", "2026-11-30T12:00:00.Z"]
+    "text",
+    ["", "yesterday-ish", "2h", "ago", "2026-13-01", "-2h ago", "12", "2026-11-30T12:00:00.Z", "9999-12-31T23:59:59Z"],
 )
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(SettingsError, match="--since is .*RFC 3339"):

@@ -103,6 +103,17 @@ def with_awkward_weights(modules: dict[str, nn.Module]) -> None:
         ({"workload": "1024x1024"}, SettingsError, "workload is a str, not a Workload; pass residency.Workload"),
         ({"warmup": "a prompt"}, SettingsError, "warmup is a str, not a function"),
         ({"identity": "main"}, SettingsError, "identity is a str, .*; pass a mapping"),
+        ({"identity": {"encoder": ""}}, SettingsError, "identity of 'encoder' is ''; pass text that changes"),
+        ({"identity": {"encoder": 1}}, SettingsError, "identity of 'encoder' is 1; pass text that changes"),
+        ({"tolerance": float("nan")}, SettingsError, "tolerance is nan; pass a part of the largest value"),
+        ({"tolerance": -1}, SettingsError, "tolerance is -1; pass a part"),
+        ({"tolerance": "0.1"}, SettingsError, "tolerance is '0.1'; pass a part"),
+        ({"workloads": 5}, SettingsError, "workloads is 5; pass a list of residency.Workload"),
+        ({"policy": {"x": 1}}, SettingsError, "policy is .*; pass a residency.Policy"),
+        ({"device": 5}, SettingsError, "device is 5; pass 'auto', 'cuda', 'cpu', or a Device"),
+        ({"journal": 5}, SettingsError, "the journal is 5; give a path or a URL"),
+        ({"name": "worker\n0"}, SettingsError, "names are one line of at most 256"),
+        ({"name": "w" * 257}, SettingsError, "has 257 characters; names are one line of at most 256"),
         ({"journal": " "}, SettingsError, "the journal's path is empty"),
         ({"device": "tpu"}, SettingsError, "device 'tpu' is unknown; use one of"),
         ({"placement": "missing.json"}, SettingsError, "placement file 'missing.json' cannot be used: .*No such file"),
@@ -157,7 +168,7 @@ def test_a_cap_without_a_size_and_a_unit_is_refused(size: str) -> None:
 def test_a_cap_that_the_largest_component_exceeds_is_exit_code_72(worker: Any) -> None:
     before = anatomy(worker.pipeline.modules)
 
-    with pytest.raises(PlacementInfeasible, match="needs .* MiB, the cap is 0.2 MiB; raise the cap") as caught:
+    with pytest.raises(PlacementInfeasible, match="needs at least .* MiB, the cap is 0.2 MiB; raise the cap") as caught:
         worker.attach(fresh=False, vram="256KB")
 
     assert caught.value.exit_code == 72

@@ -184,6 +184,29 @@ def test_a_worker_that_no_placement_lets_serve_does_not_start(worker: Any) -> No
     assert not manager.ready
 
 
+def test_what_a_placement_ran_out_of_memory_with_is_known_to_the_next(worker: Any) -> None:
+    """The initial placement fails early, so that its failure tells little of what a request needs beside weights."""
+    manager = worker.attach(cap=int(1.55 * 2**20))
+
+    def need_more(shape: Any) -> None:
+        torch.ones(2**17, device=worker.pipeline.device)
+
+    worker.pipeline.fail = need_more
+    assert manager.start().decision is residency.Decision.COMMITTED
+    first, second = worker.view().rounds
+    assert (first.state, second.state) == ("rolled-back", "committed")
+    known = [one["placement_digest"] for one in second.plan["inputs"]["records"]]
+    assert first.placement in known
+
+
+def test_phases_that_nothing_reached_refuse_no_placement_where_nothing_runs(worker: Any) -> None:
+    manager = worker.attach(cap=int(1.7 * 2**20))
+    worker.pipeline.fail = lambda shape: torch.ones(117_964, device=worker.pipeline.device)
+    report = manager.start()
+    assert report.decision is residency.Decision.COMMITTED
+    assert any(one.plan["relaxed"] for one in worker.view().rounds)
+
+
 def test_a_detach_that_is_refused_as_busy_leaves_the_kill_switch_working(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,7 +205,7 @@ def test_calibration_and_validation_run_the_same_number_of_steps(worker: Any) ->
 
 
 def test_a_cap_below_the_largest_component_is_refused_at_attach(worker: Any) -> None:
-    with pytest.raises(PlacementInfeasible, match="'denoiser' .*needs 1.5 MiB, the cap is 1.0 MiB"):
+    with pytest.raises(PlacementInfeasible, match="'denoiser' .*needs at least 1.6 MiB, the cap is 1.0 MiB"):
         worker.attach(cap=2**20, modes={"denoiser": "component-offload"})
 
 
