@@ -95,6 +95,8 @@ def _limits_of(inputs: PlanInputs) -> list[PhaseLimit]:
 
 def failed_digests(inputs: PlanInputs) -> frozenset[str]:
     """Return the placements known not to fit: they ran out of memory at the target shape or a smaller one."""
+    if 0 < inputs.measured_cap_bytes < inputs.cap_bytes:
+        return frozenset()
     return frozenset(
         record.placement_digest
         for record in inputs.records
@@ -209,7 +211,7 @@ def _reached(inputs: PlanInputs) -> list[PhaseLimit]:
         for phase in record.phases:
             peak = phase.allocated_peak_bytes
             if record.out_of_memory and _failed_in(phase, record):
-                peak = max(inputs.cap_bytes, peak + _refused_bytes(record.error or ""))
+                peak = max(inputs.measured_cap_bytes or inputs.cap_bytes, peak + _refused_bytes(record.error or ""))
             weights = _weights(inputs, record, phase)
             found.append(
                 PhaseLimit(

@@ -38,7 +38,8 @@ class PlanInputs:
     what that would give. host.pin_budget_bytes is what all pinned host copies together may take, present ones included;
     of a host that several ranks share it is what those of all of them may, and host_share is this rank's part; None:
     all of it. enough_ns: a request that takes no longer is fast enough, as if it were the fastest. workload: the shape
-    whose time counts; workloads: others that must fit in memory as well.
+    whose time counts; workloads: others that must fit in memory as well. measured_cap_bytes: under which the records
+    were measured, 0 if it is cap_bytes: what ran out of memory then may do under a larger one.
     Raises ValueError if a name or digest leads nowhere.
     """
 
@@ -60,6 +61,7 @@ class PlanInputs:
     host_share: HostShare | None = None
     enough_ns: int = 0
     workloads: tuple[Workload, ...] = ()
+    measured_cap_bytes: int = 0
 
     def __post_init__(self) -> None:
         names = {spec.name for spec in self.specs}

@@ -104,13 +104,24 @@ def what_if(
     if host_ram_bytes is not None:
         host = replace(host, available_bytes=host_ram_bytes, pin_budget_bytes=host_ram_bytes)
     return replace(
-        inputs,
-        cap_bytes=inputs.cap_bytes if vram_bytes is None else vram_bytes,
+        inputs if vram_bytes is None else under_cap(inputs, vram_bytes),
         host=host,
         workload=inputs.workload if steps is None else replace(inputs.workload, steps=steps),
         configured={name: why for name, why in inputs.configured.items() if name not in (modes or {})},
         modes={**inputs.modes, **(modes or {})},
     )
+
+
+def under_cap(inputs: PlanInputs, cap_bytes: int) -> PlanInputs:
+    """Return the inputs under another cap. What was given up under a smaller one may do: it was for want of memory.
+
+    What is held against placements counts under the fingerprint that they were tried under, and the cap is part of it.
+    """
+    if cap_bytes == inputs.cap_bytes:
+        return inputs
+    measured = inputs.measured_cap_bytes or inputs.cap_bytes
+    excluded = inputs.excluded if cap_bytes <= measured else ()
+    return replace(inputs, cap_bytes=cap_bytes, measured_cap_bytes=measured, excluded=excluded)
 
 
 def frontier(inputs: PlanInputs, *, num_points: int = 10) -> tuple[Point, ...]:
@@ -125,7 +136,7 @@ def frontier(inputs: PlanInputs, *, num_points: int = 10) -> tuple[Point, ...]:
     least, most = 0, enough
     for _ in range(_FRONTIER_HALVINGS):
         middle = (least + most) // 2
-        if not can_fit(replace(base, cap_bytes=max(1, middle))):
+        if not can_fit(under_cap(base, max(1, middle))):
             least = middle
         else:
             most = middle
@@ -163,7 +174,7 @@ def _enough_bytes(inputs: PlanInputs) -> int:
 
 def _plan(inputs: PlanInputs, cap_bytes: int) -> Plan | None:
     try:
-        plan = make_plan(replace(inputs, cap_bytes=cap_bytes))
+        plan = make_plan(under_cap(inputs, cap_bytes))
     except PlacementInfeasible:
         return None
     return None if plan.relaxed else plan

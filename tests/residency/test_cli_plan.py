@@ -207,6 +207,19 @@ def test_a_frontier_needs_no_journal(inputs: PlanInputs) -> None:
     assert frontier(only, num_points=2)[-1].duration_ns > points[-1].duration_ns
 
 
+def test_what_ran_out_of_memory_may_do_under_a_larger_cap(inputs: PlanInputs) -> None:
+    whole = replace(inputs.records[0], kind=RequestKind.VALIDATION, placement_digest=OTHER.digest)
+    failed = replace(whole, succeeded=False, out_of_memory=True, error="out of memory", output_digest=None)
+    tried = replace(
+        inputs, records=(*inputs.records, failed), placements=(OTHER,), excluded=(OTHER.digest,), cap_bytes=520 * MIB
+    )
+    assert make_plan(tried).placement != OTHER
+    assert make_plan(what_if(tried, vram_bytes=520 * MIB)).placement != OTHER
+    assert make_plan(what_if(tried, vram_bytes=2**30)).placement == OTHER
+    # Under a smaller one what was short is short still.
+    assert make_plan(what_if(tried, vram_bytes=500 * MIB)).placement != OTHER
+
+
 def test_without_a_plan_there_is_nothing_to_plan_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     write(path, {"placement": INITIAL.digest, "previous": INITIAL.digest, "source": "journal"})
