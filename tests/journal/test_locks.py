@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,8 +118,13 @@ def test_those_who_wait_come_in_their_order_and_before_whoever_had_the_lock(
     assert order == [0, 1, 2, -1]
 
 
-def stat_of(process: subprocess.Popen[str]) -> str:
-    return Path(f"/proc/{process.pid}/stat").read_text()
+def is_still(process: subprocess.Popen[str]) -> bool:
+    """Whether none of its threads runs: the one that waits for the lock may still get it after the first is stopped."""
+    states = set()
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states <= {"T", "Z"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
@@ -131,7 +137,7 @@ def test_whoever_stops_or_dies_in_the_queue_holds_nobody_up_for_long(
     (first,) = lined_up(path, start, 1)
     first.send_signal(sign)
     # Before it can be given the lock.
-    until(lambda: stat_of(first).rpartition(")")[2].split()[0] in "TZ")
+    until(lambda: is_still(first))
     other.close()
     started = time.monotonic()
     for _ in range(3):
