@@ -21,10 +21,10 @@ BUDGET_S = {
     "journal": 240,
     "pipelines": 60,
     "ranks": 320,
-    "replicas": 60,
+    "replicas": 80,
     "residency": 150,
     "statemachine": 60,
-    "worker": 180,
+    "worker": 220,
     "": 60,
 }
 _spent_s: defaultdict[str, float] = defaultdict(float)

@@ -1,9 +1,9 @@
 """Every rank killed, hung or raising at every step of a round: the others end in time, on one placement or not at all.
 
-Steps are those of a life that nothing happens to, not listed here. All three come to every rank at every step; where a
-step is one that came before under the same placement (the second measured request, say), one of the three does, in
-turn. The long form, in which all come to every rank before and after every step, and all pairs of them, is
-`python -m tests.ranks.long`.
+Steps are those of a life that nothing happens to, not listed here. Every rank is struck at every step, by one of the
+three in turn, so that all three come to every step; where a step is the first of its kind before or after the weights
+move, all three come to one of the ranks, in turn. The long form, in which all come to every rank before and after every
+step, and all pairs of them, is `python -m tests.ranks.long`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_rank_struck_at_any_step_leaves_one_placement_or_none(live: Live, undi
         if number % PARTS == part
         for rank in range(RANKS)
         for kind, what in enumerate(KINDS)
-        if is_new or kind == (rank + number) % len(KINDS)
+        if kind == (rank + number) % len(KINDS) or (is_new and rank == number % RANKS)
     ]
     check(live, faults)
 

@@ -111,13 +111,13 @@ def test_a_worker_killed_with_a_request_is_unknown_until_its_next_life_tells(wor
 def test_a_worker_that_is_asked_to_stop_with_a_request_rolls_back_first(worker: Worker) -> None:
     worker.start()
     thread, answers = worker.ask_held()
+    # After the second that its server waits; then the signal is residency's, and the round sees it when it goes on.
+    threading.Timer(2.0, worker.hold.unlink).start()
     assert worker.process is not None
     worker.process.send_signal(signal.SIGTERM)
-    # Its server cuts those off that wait, before the round goes on.
-    thread.join(WAIT_S)
-    worker.hold.unlink()
 
     assert worker.process.wait(WAIT_S) == -signal.SIGTERM
+    thread.join(WAIT_S)
     assert answers[0].outcome is ReplicaOutcome.UNKNOWN
     with JournalReader.open(worker.journal) as reader:
         (epoch,) = fold_stream(reader.events("tiny"), "tiny").epochs
